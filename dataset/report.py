@@ -59,7 +59,7 @@ def list_paths(paths: list[str]) -> str:
 
 def describe_records(report: dict) -> str:
     """The outcomes of the records, in a line."""
-    text = f"{report['records']:,} records, {report['samples']:,} samples"
+    text = ", ".join(counted(report[name], name) for name in ("records", "samples"))
     for name, words in OUTCOMES.items():
         if report.get(name):
             text += f", {words} {report[name]:,} ({report[name] / report['records']:.1%})"
@@ -68,6 +68,11 @@ def describe_records(report: dict) -> str:
     if report.get("unused_fields"):
         text += f"; unused fields: {describe_unused(report['unused_fields'])}"
     return text
+
+
+def counted(number: int, plural: str) -> str:
+    """A number of things, whose plural ends with an s."""
+    return f"{number:,} {plural.removesuffix('s') if number == 1 else plural}"
 
 
 def describe_unused(fields: dict[str, int]) -> str:

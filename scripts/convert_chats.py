@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common.command_line import Parser, one_line_errors
 from common.errors import UserError, say
 from dataset.chat_exports import PAUSE_HOURS, read_export, to_conversations, write_conversations
+from dataset.report import counted
 
 
 def main() -> None:
@@ -42,16 +43,14 @@ def main() -> None:
     speakers = export.speakers()
     assistant = args.assistant or export.assistant
     if assistant not in dict(speakers):
-        named = ", ".join(f"{name!r} ({count:,} messages)" for name, count in speakers[:20])
+        named = ", ".join(f"{name!r} ({counted(count, 'messages')})" for name, count in speakers[:20])
         unknown = f"nobody is called {args.assistant!r} there; " if args.assistant else ""
         raise UserError(f"{args.export}: {unknown}give --assistant, one of {named}")
     conversations = list(to_conversations(export.chats, assistant, args.pause_hours))
     if not conversations:
         raise UserError(f"{args.export}: {assistant!r} answers nobody; choose another --assistant")
-    say(
-        f"{len(conversations):,} conversations of {len(export.chats):,} chat(s); {assistant!r} is the "
-        "assistant. The first one:"
-    )
+    made, read = counted(len(conversations), "conversations"), counted(len(export.chats), "chats")
+    say(f"{made} of {read}; {assistant!r} is the assistant. The first one:")
     for message in conversations[0]:
         say(f"  {message['role']}: {message['content']}")
     if args.output is None:

@@ -18,7 +18,7 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from common.errors import UserError, WriteError, reason
+from common.errors import UserError, WriteError, printable, reason
 from common.files import json_lines, read_object, write_json
 from common.settings import ROOT
 from scripts.demo.corpus import write_files
@@ -51,11 +51,12 @@ from scripts.serve.protocol import ApiError
 from scripts.serve.taught import KIND, NEW, about_teaching
 from scripts.serve.teaching import Teachings
 from scripts.serve.uploads import MAX_BYTES, Uploads, no_room, room
-from trainer.weights.paths import METRICS_SUFFIX
+from trainer.weights.paths import CONFIG_FILE, METRICS_SUFFIX, WEIGHTS_FILE, shape_in_name
 
 PLAN = ROOT / "scripts" / "plan.py"
 NAME = re.compile(r"(?!earlier_\d+$)\w[\w -]{0,39}")  # earlier_N: runs that were set aside
 EXAMPLE = ("valley.jsonl", "valley questions.jsonl")  # texts and conversations about an invented world
+HF_FILES = {CONFIG_FILE, WEIGHTS_FILE}  # a folder with these is a model
 HOURS = {"ge": 0.02, "le": 168}
 MOST_FILES = 200
 MAX_BODY = 1 << 16  # bytes of a request; files may be larger
@@ -200,6 +201,7 @@ def training_routes(jobs: Jobs, uploads: Uploads, models: Models, make_room: Cal
         sizes = [[depth, WIDTH * depth] for depth in DEPTHS]
         answer = {"sizes": sizes, "disk_free": disk_usage(jobs.save_dir).free}
         answer |= {"most": MAX_BYTES, "most_files": MOST_FILES, "room": room(uploads.folder)}
+        answer["weights"] = [name for name in other_weights(jobs.save_dir) if name not in folders]
         return json_response(answer | {"files": uploads.listing(), "jobs": listed})
 
     def plan(asked: NewJob) -> None:
@@ -364,7 +366,10 @@ def check_fields(asked: NewJob) -> None:
 
 def weights_of(jobs: Jobs, name: str, reads_text: bool) -> Path:
     """The weights with which a model continues: those of its pretraining if it reads more text, because SFT
-    follows, otherwise its last ones. Raises ApiError if it is not completed."""
+    follows, otherwise its last ones. The name may also be one of `other_weights`. Raises ApiError if the
+    model is not completed."""
+    if name not in jobs.folders() and (path := other_weights(jobs.save_dir).get(name)):
+        return path
     folder = jobs.folder(name)
     stages = plan_of(folder).get("stages", [])
     pretrained = [stage["run"] for stage in stages if stage["is_pretraining"]]
@@ -372,6 +377,20 @@ def weights_of(jobs: Jobs, name: str, reads_text: bool) -> Path:
     if jobs.state(folder).name != READY or not runs or f"{runs[-1]}.pth" not in files_in(folder, links=False):
         raise ApiError(f"{name} has no weights to continue from.", 409, "start", "no_weights", name=name)
     return folder / f"{runs[-1]}.pth"
+
+
+def other_weights(save_dir: Path) -> dict[str, Path]:
+    """Name -> path of the weights in this folder that none of its trainings wrote: files NAME_256.pth, and
+    folders of Hugging Face's form. Links are left out because they lead elsewhere."""
+    found = {}
+    for folder, files in scan(save_dir).items():
+        own = {name for name, file in files.items() if not file.is_link}
+        if folder == save_dir:
+            weights = [folder / name for name in own if shape_in_name(folder / name)]
+            found |= {printable(path.stem): path for path in sorted(weights)}
+        elif own >= HF_FILES and not own & {SCRIPT, ABOUT} and not folder.is_symlink():
+            found[printable(folder.name)] = folder
+    return found
 
 
 def write_example(uploads: Uploads) -> None:

@@ -266,7 +266,7 @@ function startField() {
   select.addEventListener("change", () => ((form.start = select.value), keep(), draw()));
   const element = h("div", { class: "field" }, h("label", { for: "train-start" }, t("startFrom")), select);
   const update = () => {
-    const names = ["", ...readyModels().map(({ name }) => name)];
+    const names = ["", ...readyModels().map(({ name }) => name), ...overview.weights];
     if (!names.includes(form.start)) form.start = "";
     if (names.length !== select.options.length || names.some((name, i) => select.options[i].value !== name))
       select.replaceChildren(...names.map((name) => h("option", { value: name }, name || t("startNew"))));

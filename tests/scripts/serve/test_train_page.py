@@ -744,7 +744,12 @@ def test_screen_of_files_of_five_kinds_and_of_one_that_is_refused(card, client, 
     other.send_keys("500")
     card.click(PRIMARY_OF_FORM)
     card.wait(lambda: card.text(f"{FORM} .error") == "Between 0.02 and 168 hours (a week).")
+    assert {"Show it", "Show the first 3"} == {*card.texts(".files summary")}
     check_screen(card, *DATA)
+    card.click("#language")
+    assert card.text(f"{FORM} .error") == "请输入 0.02 到 168 小时（一周）。"
+    assert {"查看内容", "查看前 3 条"} == {*card.texts(".files summary")}
+    card.click("#language")
 
 
 def test_screen_of_a_file_that_arrives(card, client, tmp_path):
@@ -772,6 +777,7 @@ def test_screens_from_a_plan_with_all_advice_to_a_model(card, client):
     ready_in_training(card)
     card.wait(lambda: "A model of 120 million weights (16 layers, 1024 wide)." in card.text(BODY))
     assert len(card.all(".unwise li")) == 6  # one is for a terminal
+    assert "Before you start:" in card.text(BODY) and "12,345 pieces of words" in card.text(BODY)
     open_all(card)
     check_screen(card, *DATA)
     (folder / "answer").write_text(LONG_WORD)
@@ -802,6 +808,35 @@ def test_screens_from_a_plan_with_all_advice_to_a_model(card, client):
     card.run("[...document.querySelectorAll('#models .buttons button')].at(-1).click()")  # Teach it more
     card.wait(lambda: "learns more" in card.text(FORM))
     check_screen(card, *DATA)
+
+
+def test_the_words_of_a_small_plan(card, client):
+    client.planned()
+    path = client.folder / "novel/plan_facts.json"
+    small = json.loads(path.read_text()) | {"parameters": 98_600, "disk": 5.1e6, "seconds": 65.0}
+    small["unwise"] = [{"key": "few tokens", "tokens": 45_599}]
+    limits = {
+        "data": ("More time would not help: the text is short.", "更多时间没有用：文本不够长。"),
+        "hours": ("More time would make it better.", "时间更长，效果会更好。"),
+    }
+    for limit, sentences in limits.items():
+        path.write_text(json.dumps(small | {"limit": limit}))
+        card.driver.refresh()
+        ready_in_training(card)
+        card.wait(lambda sentences=sentences: sentences[0] in card.text(BODY))
+        shown = card.text(BODY)
+        assert (
+            "A very small model of 99 thousand weights (1 layer, 64 wide). It reads the text 3 times."
+            in shown
+        )
+        assert "It takes about a minute and is done at " in shown and "and 5.1 MB of disk" in shown
+        assert "The text is short (45,599 pieces of words)" in shown
+        card.click("#language")
+        shown = card.text(BODY)
+        assert "很小的模型，9.9 万个权重（1 层，宽 64）。文本读 3 遍。" in shown and sentences[1] in shown
+        assert "大约需要 1 分钟，" in shown and "磁盘 5.1 MB" in shown and "开始之前：" in shown
+        assert "在终端里做同样的事" in shown and "文本很短（45,599 个词片）" in shown
+        card.click("#language")
 
 
 def test_stopped_between_reading_and_answering(card, client):
@@ -891,4 +926,7 @@ sys.exit('error: {LONG_WORD}')""")
     card.wait(lambda: card.shown("#key-dialog"))
     card.keys("wrong", Keys.ENTER)
     card.wait(lambda: card.shown("#key-wrong"))
+    assert "Open the link that the server printed in its window: it holds the key." in card.text(
+        "#key-dialog"
+    )
     check_screen(card, *DATA)

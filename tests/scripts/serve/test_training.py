@@ -369,6 +369,28 @@ def test_a_model_goes_on_with_more_text_or_with_conversations(client):
     assert client.job("b")["bytes"] is None
 
 
+def test_weights_from_elsewhere_that_lie_in_the_folder_are_offered_and_continued(client, tmp_path):
+    """Files of this project and folders of Hugging Face; no links, and nothing else."""
+    client.planned()
+    outside = tmp_path / "outside"
+    for folder in (client.folder / "qwen", client.folder / "half", outside):
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+    for folder in (client.folder / "qwen", client.folder / "novel", outside):
+        (folder / "model.safetensors").write_bytes(b"x")
+    (client.folder / "novel/config.json").write_text("{}")  # a training stays one
+    (client.folder / "link").symlink_to(outside)
+    for name in ("full_sft_512.pth", "notes.pth"):
+        (client.folder / name).write_bytes(b"x")
+    (client.folder / "pretrain_64.pth").symlink_to(outside / "model.safetensors")
+    assert client.overview()["weights"] == ["full_sft_512", "qwen"]
+    for name, path in (("qwen", "qwen"), ("full_sft_512", "full_sft_512.pth")):
+        client.planned("second", start=name)
+        assert flags_of(client.folder / "second")["--from_weight"] == str(client.folder / path)
+    for name in ("link", "half", "pretrain_64", "notes", "outside", "../outside"):
+        assert client.plan("third", start=name).status_code == 404
+
+
 def test_a_completed_model_says_when_it_was_made_and_how_large_it_is(client):
     client.planned()
     assert "made" not in client.job()
