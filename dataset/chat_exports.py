@@ -86,11 +86,8 @@ def read_json(content: Any) -> tuple[str, list[Chat]]:
     if "guild" in content:
         said = [message for each in content["messages"] for message in discord_message(each)]
         return "discord", [said]
-    if (
-        "messages" in content
-        and content["messages"]
-        and {"sender_name", "senderName"} & content["messages"][0].keys()
-    ):
+    first = next(iter(content.get("messages") or []), {})
+    if {"sender_name", "senderName"} & first.keys():
         said = [message for each in content["messages"] for message in meta_message(each)]
         return "meta", [sorted(said, key=lambda message: message.seconds)]  # the newest is the first
     chats = content["chats"]["list"] if "chats" in content else [content]

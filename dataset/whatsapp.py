@@ -22,7 +22,7 @@ Chat = list[Message]
 WHATSAPP = re.compile(
     r"\u200e?\[?\u200f?(\d{1,4}\u200f?[./-] ?\d{1,2}\u200f?[./-] ?\d{1,4})(\D{1,9})"
     r"(\d{1,2}(?:[:.]|\s?h\s?)\d\d(?:[:.]\d\d|\s?min\s?\d\d\s?s)?)(?:\s?([^\W\d_][^\d\[\]:,]{0,13}?))?"
-    r"(?:\]|\s[-–]|,)\s(.*)"
+    r"(?:\]|\s[-–]|[,:])\s(.*)"
 )
 # morning and afternoon, before or after the time
 HALVES = {

@@ -25,7 +25,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from common.errors import UserError
 from dataset.chat_exports import form_of, read_export, to_conversations
 from dataset.documents import DOCUMENTS
-from dataset.files import TABLES, Gaps, NoRecord, file_kind, is_plain_text, open_file, read_records
+from dataset.files import (
+    TABLES,
+    Gaps,
+    NoRecord,
+    file_kind,
+    format_source,
+    is_plain_text,
+    open_file,
+    read_records,
+)
 from dataset.messages import BadRecord
 from dataset.records import Parsed, parse
 
@@ -96,10 +105,10 @@ def look_at_export(path: Path) -> dict[str, Any] | None:
 
 def look_at_records(path: Path, name: str, scratch: Path) -> dict[str, Any]:
     """What the first records of a file are: `kind` (text or chat), how many, the first of them, and for the
-    first bad record its line and what is wrong with it. If there is no good record, the result has `error`
-    and `code` instead."""
+    first bad record its line (of a JSON array its number) and what is wrong with it. If there is no good
+    record, the result has `error` and `code` instead."""
     head, is_cut = head_of(path, scratch)
-    chats, texts, first, bad, count, size = 0, 0, [], None, 0, 0
+    chats, texts, first, bad, place, count, size = 0, 0, [], None, "", 0, 0
     gaps: Gaps = {}
     try:
         for source, record in read_records([str(head)], gaps=gaps):
@@ -111,7 +120,9 @@ def look_at_records(path: Path, name: str, scratch: Path) -> dict[str, Any]:
                 is_text = parsed.document is not None
                 shown = spoken(parsed) if parsed.document is None else parsed.document
             except BadRecord as error:
-                bad = bad or {"line": abs(source.line), "why": str(error)[:WHY_CHARACTERS]}
+                place = place or format_source(name, source.line)
+                number = {"line" if source.line >= 0 else "record": abs(source.line)}
+                bad = bad or {**number, "why": str(error)[:WHY_CHARACTERS]}
             else:
                 texts, chats, size = texts + is_text, chats + (not is_text), size + len(shown.encode())
                 if len(first) < SHOWN:
@@ -126,7 +137,7 @@ def look_at_records(path: Path, name: str, scratch: Path) -> dict[str, Any]:
             code = "no_record" if isinstance(error, NoRecord) else code_of(text, "other")
             return {"error": text, "code": code}
     if bad and not texts + chats:
-        text = f"{name}:{bad['line']}: {bad['why']}"
+        text = f"{place}: {bad['why']}"
         return {"error": text, "code": code_of(text, "bad_record")} | bad
     kind = "text" if texts >= chats else "chat"
     more = is_cut or count == LOOKED_AT

@@ -64,6 +64,7 @@ def test_whatsapp(text):
         "2020-12-31 21 h 15 - Anna: hi",
         "[2020-12-31, 21 h 15 min 00 s] Anna: hi",
         "[31.12.20, 9:15:00\u202fPM] Anna: hi",
+        "31/12/20 9:15:00 PM: Anna: hi",
     ],
 )
 def test_whatsapp_of_other_languages(line):

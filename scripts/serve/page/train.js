@@ -105,10 +105,11 @@ function busyText(name) {
 
 /** An error of the server in the language of the page. */
 export function sentence({ code, param, values = {}, message }) {
-  const { need, free, most, seconds, file, line, why, name, n, question } = values;
+  const { need, free, most, seconds, file, line, index, why, name, n, question } = values;
+  const record = index === undefined ? values.record : Number(index) + 1; // of a JSON array
   if (code === "busy") return busyText(name);
   const reason = code === "bad_record" ? reasonOf(why ?? "") : why;
-  const filled = { need: size(need), free: size(free), most: n ? most : size(most), seconds, file, line, why: reason, name, n, question, text: message };
+  const filled = { need: size(need), free: size(free), most: n ? most : size(most), seconds, file, line, record, why: reason, name, n, question, text: message };
   if (code === "other" && file) return t("error_unreadable", { file });
   if (code === "field" && knows(`error_field_${param}`)) return t(`error_field_${param}`);
   return knows(`error_${code}`) ? t(`error_${code}`, filled) : message;
@@ -293,7 +294,7 @@ function fileRow(file, chosen) {
   const about = kind ? t(`file_${kind}${records === 1 ? "_1" : ""}`, values) + shareOf(file, chosen) : `${name}: ${sentence(file)}`;
   const texts = h("details", { hidden: !first.length }, h("summary", {}, t(first.length === 1 ? "showFirst_1" : "showFirst", { n: first.length })), ...first.map((text) => h("pre", {}, text)));
   const remove = removeButton(name);
-  const warning = bad && line(sentence({ code: "bad_record", values: { file: name, line: bad.line, why: bad.why } }), "trouble");
+  const warning = bad && line(sentence({ code: "bad_record", values: { file: name, ...bad } }), "trouble");
   const gaps = pages && line(t("pagesWithoutText", { which: pages[0], pages: pages[1] }), "trouble");
   return h("li", {}, h("label", { class: "check", for: `file-${name}` }, check, h("span", {}, about)), remove, texts, gaps, warning);
 }

@@ -858,6 +858,7 @@ FAILURES = {
     "out of memory (torch.OutOfMemoryError: tried to allocate 2.00 GiB)": "Out of memory. Close other programs",
     "out/x cannot be written (No space left on device)": "The disk is full: ",
     f"out/.uploads/{LONG_NAME}.jsonl:17: 'content' is null": f"{LONG_NAME}.jsonl, line 17: a text in it is empty.",
+    "out/.uploads/a.json[16]: 'content' is null": "a.json, record 17: a text in it is empty.",
     "x.txt is not UTF-8": "Not UTF-8. Save the file as UTF-8",
     "something new --flag": "It cannot continue. The reason is in the log.",
 }
@@ -870,7 +871,7 @@ def test_each_failure_has_a_sentence_and_the_buttons_that_help(card, client):
             file.write(f"== started run.sh 2026-11-28 08:16:01\nerror: {line}\n")
         card.wait(lambda sentence=sentence: sentence in card.text(f"{BODY} .error"))
         buttons = card.texts(f"{BODY} button")
-        assert ("Skip records that cannot be used (at most 10 %)" in buttons) == ("line 17" in sentence)
+        assert ("Skip records that cannot be used (at most 10 %)" in buttons) == (" 17: " in sentence)
         assert {"Continue", "Change", "New model", "Delete"} <= {*buttons}
         check_screen(card, *DATA)
 

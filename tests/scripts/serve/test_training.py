@@ -545,6 +545,8 @@ def test_files_that_are_not_taken_leave_nothing(client, monkeypatch):
     assert code(client.put("b.txt", iter([b"x"]))) == (411, "length")  # chunked
     good = '{"text": "a"}\n' * 16 + "{\n" + '{"text": "b"}\n' * 9
     assert client.put("some.jsonl", good).json()["bad"]["line"] == 17  # kept: others may do
+    array = json.dumps([{"text": "x"}] * 16 + [{"text": None}])
+    assert client.put("array.json", array).json()["bad"]["record"] == 17
     assert code(client.put("some.jsonl", good)) == (409, "exists")
     monkeypatch.setattr(uploads, "MAX_BYTES", 10)
     assert code(client.put("a.txt")) == (413, "too_large")
