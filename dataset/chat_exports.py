@@ -122,11 +122,11 @@ def meta_message(message: dict[str, Any]) -> Iterator[Message]:
     text = message.get("content") or message.get("text") or ""
     is_unsent = message.get("is_unsent") or message.get("isUnsent")
     is_call = "call_duration" in message or message.get("type") == "placeholder"
-    speaker, milliseconds = message.get("sender_name"), message.get("timestamp_ms")
-    if speaker is None:
+    if "senderName" in message:
         speaker, milliseconds = message["senderName"], message["timestamp"]
     else:
-        speaker, text = as_utf8(speaker), as_utf8(text)
+        speaker, milliseconds = as_utf8(message["sender_name"]), message["timestamp_ms"]
+        text = as_utf8(text)
     if text.strip() and not is_unsent and not is_call and not META_NOT_TEXT.fullmatch(text):
         yield Message(milliseconds / 1000, whole(speaker), whole(text))
 

@@ -199,9 +199,9 @@ def training_routes(jobs: Jobs, uploads: Uploads, models: Models, make_room: Cal
         listed = [job for job in listed if not (job.get("kind") == KIND and job["state"] == NEW)]
         listed.sort(key=lambda job: (job["state"] not in LIVING, job["age"]))
         sizes = [[depth, WIDTH * depth] for depth in DEPTHS]
-        answer = {"sizes": sizes, "disk_free": disk_usage(jobs.save_dir).free}
+        weights = [name for name in other_weights(jobs.save_dir) if name not in folders]
+        answer = {"sizes": sizes, "disk_free": disk_usage(jobs.save_dir).free, "weights": weights}
         answer |= {"most": MAX_BYTES, "most_files": MOST_FILES, "room": room(uploads.folder)}
-        answer["weights"] = [name for name in other_weights(jobs.save_dir) if name not in folders]
         return json_response(answer | {"files": uploads.listing(), "jobs": listed})
 
     def plan(asked: NewJob) -> None:
