@@ -119,6 +119,10 @@ class Page:
     def misplaced(self, width: int) -> list[str]:
         """What does not fit, is cut or covered on a screen of this width."""
         self.size(width, 800)
+        # by then the page has drawn its curves anew
+        self.driver.execute_async_script(
+            "const done = arguments[0]; requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done, 50)))"
+        )
         return self.run(MISPLACED, width)
 
     def run(self, script: str, *arguments: Any) -> Any:

@@ -110,6 +110,7 @@ export function sentence({ code, param, values = {}, message }) {
   if (code === "busy") return busyText(name);
   const reason = code === "bad_record" ? reasonOf(why ?? "") : why;
   const filled = { need: size(need), free: size(free), most: n ? most : size(most), seconds, file, line, record, why: reason, name, n, question, text: message };
+  if (code === "bad_record" && record) return t("error_bad_element", filled);
   if (code === "other" && file) return t("error_unreadable", { file });
   if (code === "field" && knows(`error_field_${param}`)) return t(`error_field_${param}`);
   return knows(`error_${code}`) ? t(`error_${code}`, filled) : message;
