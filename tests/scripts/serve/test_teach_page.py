@@ -117,7 +117,7 @@ def test_three_corrected_answers_are_taught_and_the_version_is_kept_by_clicks(ch
     chat.wait(lambda: re.search(r"6 of 12 updates · about \d+ seconds left, done at", chat.text(BODY)))
     assert "Learning 3 corrections" in chat.text(BODY) and not chat.shown("#corrections")
     assert chat.driver.title.startswith("50 %")
-    check_everywhere(chat, client, NAME)
+    check_everywhere(chat, NAME)
     let_write(client, NAME, 12)
     chat.wait(lambda: "2 of 3 learned; 1 of 2 old answers kept." in chat.text(BODY))
     assert chat.texts(f"{BODY} .buttons button") == ["Keep it", "Discard it"]
@@ -125,10 +125,10 @@ def test_three_corrected_answers_are_taught_and_the_version_is_kept_by_clicks(ch
     # "Kept" are as they were; nothing that a model writes is HTML
     assert shown[0].split("\n") == ["Bye", "should be", "", "Farewell.", "", "now", "", "It <b>rained</b>."]
     assert "before\n\nSamo lives in Redcliff.\n\nnow\n\nSamo lives in Saltport." in shown[1]
-    check_everywhere(chat, client, NAME)
+    check_everywhere(chat, NAME)
     chat.click(PRIMARY)
     chat.wait(lambda: f"The chat offers it as “{NAME}”. It was taught from “{MODEL}”" in chat.text(BODY))
-    check_everywhere(chat, client, NAME)
+    check_everywhere(chat, NAME)
     chat.click(PRIMARY)
     chat.wait(lambda: chat.text("#model option:checked") == NAME)
     assert chat.ask("Once upon") == "You said: Once upon"
@@ -182,13 +182,13 @@ def test_killed_it_goes_on_from_the_card(chat, client):
     chat.wait(lambda: "3 of 12 updates" in chat.text(BODY))
     os.killpg(Jobs(client.folder).group(NAME), signal.SIGKILL)
     chat.wait(lambda: "It ended without saying why" in chat.text(BODY))
-    check_everywhere(chat, client, NAME)
+    check_everywhere(chat, NAME)
     let_write(client, NAME, 5)
     chat.click(PRIMARY)
     chat.wait(lambda: "5 of 12 updates" in chat.text(BODY))
     chat.click(f"{BODY} .buttons button")  # stop
     chat.wait(lambda: "Stopped. Nothing is lost." in chat.text(BODY))
-    check_everywhere(chat, client, NAME)
+    check_everywhere(chat, NAME)
     let_write(client, NAME, 12)
     chat.click(PRIMARY)
     chat.wait(lambda: "2 of 3 learned" in chat.text(BODY))
