@@ -289,11 +289,11 @@ def test_before_its_first_figures_the_card_says_what_it_does(chat, client):
     chat.click(TEACH)
     chat.wait(lambda: "Learning 3 corrections" in chat.text(BODY))
     assert "Starting; the first figures come within a minute." in chat.text(BODY)
-    check_everywhere(chat, client, NAME)
+    check_everywhere(chat, NAME)
     version = client.folder / NAME / "1"
     version.rename(version.with_name("away"))
     chat.wait(lambda: "Asking it, before it learns" in chat.text(BODY))
-    check_everywhere(chat, client, NAME)
+    check_everywhere(chat, NAME)
     version.with_name("away").rename(version)
     let_write(client, NAME, 12)
     chat.wait(lambda: "of 3 learned" in chat.text(BODY))
