@@ -32,6 +32,7 @@ START_SECONDS = 12.0  # seconds in which a stage starts Python, opens its data a
 NGRAM, HASH_BASE, MOST_TOKENS_COMPARED = 6, 0x9E3779B97F4A7C15, 4_000_000
 SMALL_BYTES = 4e6
 MOST_TEXTS = 10_000  # that exercises are made from
+MOST_EARLIER_BYTES = 2e8  # of texts to read again: tokenising more takes minutes
 N_EVALS = 5  # evaluations of a stage besides the one before its first update
 # generating a token takes 4 to 8 times as long as reading one
 GENERATED_COST = 4
@@ -184,7 +185,8 @@ def open_stages(args: argparse.Namespace) -> list[Stage]:
         more = {"replay_data_path": earlier, "replay_share": rules.EARLIER_SHARE}
         say(f"{rules.EARLIER_SHARE:.0%} of the tokens: {earlier}, which the given model has read before")
     elif args.from_weight:
-        say("no other text that the given model has read was found; it forgets what it does not read again")
+        most = f"up to {MOST_EARLIER_BYTES / 1e6:.0f} MB"
+        say(f"no other text ({most}) that the given model has read was found; it forgets most of that text")
     pretrain = open_stage(args, train_pretrain, args.pretrain_data, tokenizer_path, **more)
     repeated = 0.0
     if args.pretrain_data != args.sft_data:  # the chat template of conversations always repeats itself
@@ -221,17 +223,21 @@ def find_earlier_texts(args: argparse.Namespace) -> str | None:
         if stage == "train_pretrain":
             sources |= dict.fromkeys(map(here, split_weights(run.data_path or "")[0]))
     new = set(map(os.path.realpath, expand_paths(args.pretrain_data) if args.pretrain_data else []))
-    found = [path for path in existing(sources) if os.path.realpath(path) not in new]
+    found, left = [], MOST_EARLIER_BYTES
+    for path in existing(sources):
+        left -= os.path.getsize(path)
+        if os.path.realpath(path) not in new and left >= 0:
+            found.append(path)
     path = ",".join(found)
     return path if found and split_data_path(path) == found else None
 
 
 def existing(sources: Iterable[str]) -> list[str]:
-    """The files of those data paths that exist."""
+    """The files of those data paths that exist, as absolute paths."""
     found: dict[str, None] = {}
     for source in sources:
         with suppress(UserError):  # moved or removed
-            found |= dict.fromkeys(expand_paths(source))
+            found |= dict.fromkeys(map(os.path.abspath, expand_paths(source)))
     return list(found)
 
 

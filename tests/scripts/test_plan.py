@@ -575,7 +575,7 @@ def test_what_the_model_has_read_before_is_read_again_beside_a_second_text(start
     moved = first.rename(model / "moved.jsonl")
     out = start(*argv, pretrain_data=second, sft_data=None, save_dir=tmp_path / "other")
     moved.rename(first)
-    assert "no other text that the given model has read was found" in out
+    assert "no other text (up to 200 MB) that the given model has read was found" in out
     pretrain = parse_args(train_pretrain.Args, "", commands(tmp_path / "other")[0][2:])
     assert pretrain.replay_data_path is None
 
