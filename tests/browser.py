@@ -195,6 +195,8 @@ def driver(tmp_path_factory) -> Iterator[webdriver.Chrome]:
             patch.delenv(name, raising=False)
         service = webdriver.ChromeService(chromedriver, env={**os.environ})
         found = webdriver.Chrome(options=options, service=service)
+    folder = str(tmp_path_factory.mktemp("downloads"))  # not the repository
+    found.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": folder})
     yield found
     found.quit()
 
