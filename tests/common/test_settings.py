@@ -248,7 +248,7 @@ def test_the_help_of_a_stage_is_grouped_and_has_unit_and_default(stage, tmp_path
     parts = re.split(r"^(\w+):\n", done.out, flags=re.M)
     groups = {name: " ".join(body.split()) for name, body in zip(parts[1::2], parts[2::2], strict=True)}
     sections = ["data", "model", "training", "optimization", "distributed", "checkpoint", "logging"]
-    assert list(groups) == ["options", *sections, *([] if stage == "pretrain" else ["stage"])]
+    assert list(groups) == ["options", *sections, "stage"]
     assert done.err == "" and "(default: 0 updates)" in groups["training"]
     assert "--use_moe [{0,1}] 1: mixture of experts instead of a dense model (default: 0)" in groups["model"]
     assert "--use_compile [{0,1}] 1: torch.compile the model" in groups["optimization"]
