@@ -193,10 +193,9 @@ def driver(tmp_path_factory) -> Iterator[webdriver.Chrome]:
         patch.setenv("SE_OFFLINE", "true")  # selenium looks for no driver of its own
         for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
             patch.delenv(name, raising=False)
-        service = webdriver.ChromeService(chromedriver, env={**os.environ})
+        folder = tmp_path_factory.mktemp("downloads")  # the headless shell writes them where it was started
+        service = webdriver.ChromeService(chromedriver, env={**os.environ}, popen_kw={"cwd": folder})
         found = webdriver.Chrome(options=options, service=service)
-    folder = str(tmp_path_factory.mktemp("downloads"))  # not the repository
-    found.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": folder})
     yield found
     found.quit()
 
