@@ -15,7 +15,7 @@ REPEATED_SHARE, TEXT_UPDATES, MOST_PASSES_OF_LITTLE_TEXT = 0.4, 700, 96
 # the least number of tokens that a model reads per weight of its layers, with fewer passes than PASSES and
 # with all of them (docs/dev/LOG.md, "Size under decay")
 TOKENS_PER_WEIGHT, TOKENS_PER_WEIGHT_OF_ALL_PASSES = 0.5, 1 / 3
-# share of the tokens that a given model reads of its earlier texts beside a new one: with half of it, it kept
+# share of earlier texts in the tokens of a given model that reads a new text. With half of this share it kept
 # what it had learned (docs/dev/LOG.md, "Replaying the first text")
 EARLIER_SHARE = 0.2
 EVAL_SHARE, HELD_OUT_QUESTIONS = 0.02, 50

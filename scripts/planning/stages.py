@@ -186,7 +186,7 @@ def open_stages(args: argparse.Namespace) -> list[Stage]:
         say(f"{rules.EARLIER_SHARE:.0%} of the tokens: {earlier}, which the given model has read before")
     elif args.from_weight:
         most = f"up to {MOST_EARLIER_BYTES / 1e6:.0f} MB"
-        say(f"no other text ({most}) that the given model has read was found; it forgets most of that text")
+        say(f"no other text ({most}) that the given model has read was found; it will forget what it read")
     pretrain = open_stage(args, train_pretrain, args.pretrain_data, tokenizer_path, **more)
     repeated = 0.0
     if args.pretrain_data != args.sft_data:  # the chat template of conversations always repeats itself
@@ -208,7 +208,7 @@ def open_stages(args: argparse.Namespace) -> list[Stage]:
         return [pretrain]
     text = str(pretrain.args.data_path)
     sft = open_sft(args, tokenizer_path, f"{text},{earlier}" if earlier else text)
-    # a model that reads its earlier texts again has learned to copy, or not needed it
+    # exercises would take the place of the earlier texts, which such a model needs more
     if pretrain.repeats_itself and sft.has_few_conversations and not earlier:
         return with_exercises(args, pretrain, sft)
     return [pretrain, sft]
@@ -225,8 +225,10 @@ def find_earlier_texts(args: argparse.Namespace) -> str | None:
     new = set(map(os.path.realpath, expand_paths(args.pretrain_data) if args.pretrain_data else []))
     found, left = [], MOST_EARLIER_BYTES
     for path in existing(sources):
+        if os.path.realpath(path) in new:
+            continue
         left -= os.path.getsize(path)
-        if os.path.realpath(path) not in new and left >= 0:
+        if left >= 0:
             found.append(path)
     path = ",".join(found)
     return path if found and split_data_path(path) == found else None

@@ -59,7 +59,8 @@ def records_of(version: Path | None) -> Path | None:
 
 
 def is_taught_elsewhere(folder: Path) -> bool:
-    """Whether a terminal teaches in a folder, or the training of a teaching that was killed goes on."""
+    """Whether something runs in a folder that the page did not start: teach.py in a terminal, or the training
+    that a killed teach.py has left behind."""
     records = records_of(newest(folder))
     is_training = records and is_running(records.name.removesuffix(METRICS_SUFFIX), records.parent)
     return bool(is_training or is_running(LOCK, folder))

@@ -140,8 +140,8 @@ class Corrected(Body):
 
 
 class NewTeaching(Body):
-    """What a model is to learn: its name, corrections, those that the user has taken back, and whether it is
-    taught although its old data are not found."""
+    """A request to teach a model. removed: corrections that the user has taken back. without_old_data: teach
+    it even if its old data are not found."""
 
     model: str
     corrections: list[Corrected] = Field(min_length=1, max_length=MOST_CORRECTIONS)
@@ -150,7 +150,7 @@ class NewTeaching(Body):
 
 
 class Start(Body):
-    """How to start or continue a job. without_old_data: as in NewTeaching."""
+    """A request to start or continue a job. without_old_data: as in NewTeaching."""
 
     without_old_data: bool = False
 
