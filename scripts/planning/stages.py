@@ -3,8 +3,7 @@
 import argparse
 import math
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -12,19 +11,19 @@ from typing import Any
 
 import numpy as np
 
-from common.errors import UserError, say
+from common.errors import say
 from common.settings import ModelConfig, StageArgs
 from dataset.files import expand_paths, read_records, split_data_path
 from dataset.held_out import Split
 from dataset.lm_dataset import StageDataset
 from dataset.messages import BadRecord
-from dataset.mixing import MixedDataset, split_weights
+from dataset.mixing import MixedDataset
 from dataset.records import parse, turns_of
 from dataset.token_cache import load_tokenizer
 from scripts import train_tokenizer
 from scripts.planning import exercises, rules, trial, variants
 from scripts.planning.machine import Cost, measure
-from scripts.teaching.material import here, runs_before
+from scripts.teaching.material import files_of, runs_before
 from trainer import train_full_sft, train_pretrain
 from trainer.callbacks.right_answers import held_out_questions, max_new_tokens
 
@@ -218,13 +217,13 @@ def find_earlier_texts(args: argparse.Namespace) -> str | None:
     """The data path of what the given model (--from_weight) has read before, without the text that it is to
     read now. It is found through the descriptions of the model's runs. None if there is nothing else, or if
     the files are gone."""
-    sources: dict[str, None] = {}
+    files: dict[str, None] = {}
     for stage, run in runs_before(Path(args.from_weight)):
         if stage == "train_pretrain":
-            sources |= dict.fromkeys(map(here, split_weights(run.data_path or "")[0]))
+            files |= dict.fromkeys(map(os.path.abspath, files_of(run.data_path or "")))
     new = set(map(os.path.realpath, expand_paths(args.pretrain_data) if args.pretrain_data else []))
     found, left = [], MOST_EARLIER_BYTES
-    for path in existing(sources):
+    for path in files:
         if os.path.realpath(path) in new:
             continue
         left -= os.path.getsize(path)
@@ -232,15 +231,6 @@ def find_earlier_texts(args: argparse.Namespace) -> str | None:
             found.append(path)
     path = ",".join(found)
     return path if found and split_data_path(path) == found else None
-
-
-def existing(sources: Iterable[str]) -> list[str]:
-    """The files of those data paths that exist, as absolute paths."""
-    found: dict[str, None] = {}
-    for source in sources:
-        with suppress(UserError):  # moved or removed
-            found |= dict.fromkeys(map(os.path.abspath, expand_paths(source)))
-    return list(found)
 
 
 def with_exercises(args: argparse.Namespace, pretrain: Stage, sft: Stage) -> list[Stage]:

@@ -89,11 +89,7 @@ def read(
     """The records of a data path, as a stage with these settings reads them: conversations and, of kind
     pretrain, texts. Bad ones are left out; there are none if the files are gone. files: a list that receives
     their paths."""
-    sources, _ = split_weights(value) if value else ([], [])
-    try:
-        paths = expand_paths(",".join(here(source) for source in sources)) if sources else []
-    except UserError:  # they have been moved
-        return
+    paths = files_of(value)
     files += paths
     records = read_records(paths, args.text_separator or "")
     if split:
@@ -106,6 +102,15 @@ def read(
         except BadRecord:
             continue
         yield from [parsed.document] if parsed.document else parsed.chats
+
+
+def files_of(value: str) -> list[str]:
+    """The files of a run's data path; none if they are gone."""
+    sources, _ = split_weights(value) if value else ([], [])
+    try:
+        return expand_paths(",".join(here(source) for source in sources)) if sources else []
+    except UserError:  # they have been moved
+        return []
 
 
 def here(source: str) -> str:
