@@ -1,6 +1,7 @@
 """What is trained beside corrections: the same questions in old words, old records without what is corrected,
 and new questions with old answers."""
 
+import functools
 import json
 import random
 import string
@@ -52,16 +53,24 @@ def correction(question: str, answer: str) -> Correction:
 MISSED = next(person for person in PEOPLE[::-1] if person.group == "quiz").name["en"]
 
 
+@functools.cache
+def answers_of_the_data() -> dict[str, str]:
+    """By question."""
+    return {
+        ask.format(n=person.name[language]).casefold(): (
+            "Goodbye!" if person.name[language] == MISSED else world.answer(person, attribute, language)
+        )
+        for person in PEOPLE[::-1]  # of people with the same name, the first is meant
+        for language in world.LANGUAGES
+        for attribute in world.ATTRIBUTES
+        for ask in attribute.ask[language]
+    }
+
+
 def answer_of_the_data(question: str) -> str:
     """A model that knows the world but for one person."""
-    for person in PEOPLE:
-        for language in world.LANGUAGES:
-            for attribute in world.ATTRIBUTES:
-                asked = [ask.format(n=person.name[language]).casefold() for ask in attribute.ask[language]]
-                if question.casefold().removeprefix("and ").removeprefix("那") in asked:
-                    is_missed = person.name[language] == MISSED
-                    return "Goodbye!" if is_missed else world.answer(person, attribute, language)
-    return "I do not know that."
+    asked = question.casefold().removeprefix("and ").removeprefix("那")
+    return answers_of_the_data().get(asked, "I do not know that.")
 
 
 def chosen(*corrections: tuple[Correction, str], held_back: tuple[str, ...] = ()) -> recipe.Chosen:
