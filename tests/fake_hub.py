@@ -1,14 +1,24 @@
-"""A hub on the loopback: the endpoints of Hugging Face that huggingface_hub uses."""
+"""A hub on the loopback: the endpoints of Hugging Face that huggingface_hub uses. As a program it prints the local
+copy of a path on a hub."""
 
 import hashlib
 import json
 import os
 import re
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from common.command_line import one_line_errors
+from common.hub import local_path
+
 API = re.compile(r"/api/(models|datasets)/([^/]+/[^/?]+)(?:/(revision|tree)/([^/?]+).*)?")
+# for forked processes: huggingface_hub was loaded before the variables of the hub were set
+FRESH = """
+for name in [name for name in sys.modules if name.partition(".")[0] == "huggingface_hub"]:
+    del sys.modules[name]
+"""
 FILE = re.compile(r"/(models/|datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 
 
@@ -124,3 +134,13 @@ class Hub:
 def digest(content: bytes) -> str:
     """SHA-256."""
     return hashlib.sha256(content).hexdigest()
+
+
+def main() -> None:
+    """The program."""
+    with one_line_errors():
+        print(local_path(sys.argv[1], tokenizer_only="--tokenizer_only" in sys.argv))
+
+
+if __name__ == "__main__":
+    main()

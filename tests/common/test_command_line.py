@@ -12,6 +12,7 @@ from common.command_line import Parser, log_to, one_line_errors
 from common.errors import Interrupted, LostRank, UserError, check_utf8, log, say, warn
 from tests.conftest import ROOT
 from tests.stage_process import rank_variables
+from trainer.callbacks.base import plain
 
 IN_COMMAND = "from common.command_line import *\nfrom common.errors import *\nwith one_line_errors():\n    "
 
@@ -83,13 +84,12 @@ def test_stdout_takes_characters_that_its_encoding_lacks(encoding):
         ("check_utf8('--data_path', sys.argv[1])", "--data_path cannot be read: "),
         ("os.stat('/tmp/\\u6570')", "/tmp/\\u6570 cannot be reached: "),
         ("find_files('/tmp/\\u6570')", "/tmp/\\u6570 cannot be reached: "),
-        ("plain({'file': sys.argv[1]}, 'settings')", "settings['file'] cannot be read: "),
     ],
 )
 def test_a_locale_without_utf8_is_the_cause_not_the_name(code, line):
     """Python then reads a name in Chinese as single bytes, and has no bytes for one."""
     env = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    needed = {"find_files": "dataset.files", "plain": "trainer.callbacks.base", "check_utf8": "common.errors"}
+    needed = {"find_files": "dataset.files", "check_utf8": "common.errors"}
     name = code.partition("(")[0]
     code = (f"from {needed[name]} import {name}; " if name in needed else "") + code
     command = [sys.executable, "-c", f"import sys\n{IN_COMMAND}{code}", "/tmp/\u6570\u636e"]
@@ -107,6 +107,8 @@ def test_a_locale_without_utf8_is_the_cause_not_the_name(code, line):
 def test_a_name_that_is_not_utf8_is_told_as_such():
     with pytest.raises(UserError, match=r"--save_dir is not UTF-8: .*; rename or convert it"):
         check_utf8("--save_dir", "out/\udcff")
+    with pytest.raises(UserError, match=r"settings\['file'\] is not UTF-8: "):
+        plain({"file": "out/\udcff"}, "settings")
 
 
 def test_lines_do_not_end_a_run_whose_terminal_is_gone():

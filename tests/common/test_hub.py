@@ -11,16 +11,9 @@ from common.errors import UserError
 from common.hub import local_path, shown_name
 from dataset.files import expand_paths
 from tests.conftest import ROOT
-from tests.fake_hub import Hub
-from tests.stage_process import rank_variables
+from tests.fake_hub import FRESH, Hub
+from tests.stage_process import Faults, rank_variables, run
 
-PROGRAM = """
-import sys
-from common.command_line import one_line_errors
-from common.hub import local_path
-with one_line_errors():
-    print(local_path(sys.argv[1], tokenizer_only="--tokenizer_only" in sys.argv))
-"""
 ROWS = b'{"text": "a"}\n' * 1000
 NOWHERE = {"HF_ENDPOINT": "http://127.0.0.1:9"}
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
@@ -48,27 +41,28 @@ def hub():
 NO_PAUSES = "import time\ntime.sleep = lambda seconds: None\n"  # between attempts, of which there are five
 
 
-def ask(hub, cache: Path, path: str, *flags: str, program: str = PROGRAM, **env: str):
-    """What a process prints that asks for a path, with no line but its own; and the hub's requests."""
+def ask(hub, cache: Path, path: str, *flags: str, status: int = 0, script: str = "", **env: str):
+    """A process that asks for a path, with what it prints; and the hub's requests. script: is run first."""
     hub.requests.clear()
     environment = hub.environment(cache) | env
-    command = [sys.executable, "-c", program, path, *flags]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    return run("tests.fake_hub", [path, *flags], Faults(script=FRESH + script), status=status, **environment)
 
 
 def test_a_file_is_downloaded_once_and_used_offline(hub, tmp_path):
     path = "hf://datasets/a/data/sft.jsonl"
-    done = ask(hub, tmp_path, f"{path}:2,local.jsonl:1")
-    copy, weight = done.stdout.splitlines()[-1].removesuffix(",local.jsonl:1").rsplit(":", 1)
-    assert (Path(copy).read_bytes(), weight, done.stderr) == (ROWS, "2", "")
+    command = [sys.executable, "-m", "tests.fake_hub", f"{path}:2,local.jsonl:1"]
+    environment = hub.environment(tmp_path)
+    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    copy, weight = process.stdout.splitlines()[-1].removesuffix(",local.jsonl:1").rsplit(":", 1)
+    assert (Path(copy).read_bytes(), weight, process.stderr) == (ROWS, "2", "")
     again = ask(hub, tmp_path, path)
-    assert again.stdout == f"{path}: {copy}\n{copy}\n"
+    assert again.out == f"{path}: {copy}\n{copy}\n"
     assert "GET" not in [request[0] for request in hub.requests]
     for env in (OFFLINE, NOWHERE):
-        assert ask(hub, tmp_path, path, **env).stdout.splitlines()[-1] == copy
+        assert ask(hub, tmp_path, path, **env).out.splitlines()[-1] == copy
         assert hub.requests == []
     silent = ask(hub, tmp_path, path, **rank_variables(1, 2, 29500))
-    assert silent.stdout == f"{copy}\n"  # rank 0 says it for all
+    assert silent.out == f"{copy}\n"  # rank 0 says it for all
 
 
 def test_a_model_is_its_folder(hub, tmp_path):
@@ -76,13 +70,13 @@ def test_a_model_is_its_folder(hub, tmp_path):
         (["--tokenizer_only"], {"tokenizer.json"}),
         ([], {"config.json", "tokenizer.json", "model.safetensors"}),
     ):
-        folder = Path(ask(hub, tmp_path, "hf://a/m-0.6B", *flags).stdout.splitlines()[-1])
+        folder = Path(ask(hub, tmp_path, "hf://a/m-0.6B", *flags).out.splitlines()[-1])
         assert {file.name for file in folder.iterdir()} == files
     assert shown_name(folder) == "m-0.6B"
-    folder = Path(ask(hub, tmp_path, "hf://a/old").stdout.splitlines()[-1])
+    folder = Path(ask(hub, tmp_path, "hf://a/old").out.splitlines()[-1])
     assert (folder / "pytorch_model.bin").read_bytes() == b"p"
     assert not (folder / "full_sft_64.pth").exists()
-    file = Path(ask(hub, tmp_path, "hf://a/old/full_sft_64.pth").stdout.splitlines()[-1])
+    file = Path(ask(hub, tmp_path, "hf://a/old/full_sft_64.pth").out.splitlines()[-1])
     assert file.read_bytes() == b"f"
 
 
@@ -92,7 +86,7 @@ def test_a_model_is_its_folder(hub, tmp_path):
 def test_patterns_and_folders_of_a_dataset(hub, tmp_path, path, files):
     """A pattern goes on to the data path, which expands it; fnmatch's * is also /, as in the library."""
     asked = f"hf://datasets/{path}"
-    copy = Path(ask(hub, tmp_path, asked).stdout.splitlines()[-1])
+    copy = Path(ask(hub, tmp_path, asked).out.splitlines()[-1])
     folder = copy.parent if "*" in path else copy
     found = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
     assert found == files
@@ -102,14 +96,14 @@ def test_the_first_files_of_a_pattern_are_downloaded_and_no_others(hub, tmp_path
     """By name, as glob has it. What else is in the cache changes nothing, nor does a missing network."""
     path = "hf://datasets/a/parts/d/*.jsonl[:2]"
     done = ask(hub, tmp_path, f"{path}:3")
-    typed = done.stdout.splitlines()[-1].removesuffix(":3")
+    typed = done.out.splitlines()[-1].removesuffix(":3")
     copy = Path(typed).parent
     assert sorted(file.name for file in copy.iterdir()) == ["a.jsonl", "b.jsonl"]
-    assert expand_paths(typed) == [f"{copy}/a.jsonl", f"{copy}/b.jsonl"] and done.stderr == ""
-    assert ask(hub, tmp_path, path.replace("2", "3")).stdout.splitlines()[-1] == f"{copy}/*.jsonl[:3]"
+    assert expand_paths(typed) == [f"{copy}/a.jsonl", f"{copy}/b.jsonl"] and done.err == ""
+    assert ask(hub, tmp_path, path.replace("2", "3")).out.splitlines()[-1] == f"{copy}/*.jsonl[:3]"
     assert sorted(file.name for file in copy.iterdir()) == ["a.jsonl", "b.jsonl", "c.jsonl"]
     for env in ({}, OFFLINE, NOWHERE):
-        assert ask(hub, tmp_path, path, **env).stdout.splitlines()[-1] == typed
+        assert ask(hub, tmp_path, path, **env).out.splitlines()[-1] == typed
     assert expand_paths(typed) == [f"{copy}/a.jsonl", f"{copy}/b.jsonl"]
 
 
@@ -132,17 +126,17 @@ def test_the_first_files_of_a_pattern_are_downloaded_and_no_others(hub, tmp_path
     ],
 )
 def test_what_cannot_be_had_is_one_line(hub, tmp_path, path, env, message):
-    done = ask(hub, tmp_path, f"hf://{path}", **env)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"error: hf://{path}: ") and message in done.stderr
-    assert done.stderr.count("\n") == 1
+    done = ask(hub, tmp_path, f"hf://{path}", status=2, **env)
+    assert done.out == ""
+    assert done.err.startswith(f"error: hf://{path}: ") and message in done.err
+    assert done.err.count("\n") == 1
 
 
 def test_an_interrupted_download_leaves_no_half_file(hub, tmp_path):
     hub.cut = 5000
-    done = ask(hub, tmp_path, "hf://datasets/a/data/sft.jsonl", program=NO_PAUSES + PROGRAM)
+    done = ask(hub, tmp_path, "hf://datasets/a/data/sft.jsonl", status=2, script=NO_PAUSES)
     hub.cut = None
-    assert "start again" in done.stderr.splitlines()[-1]
+    assert "start again" in done.err.splitlines()[-1]
     assert [file for file in tmp_path.rglob("sft.jsonl") if file.exists()] == []
 
 

@@ -15,7 +15,7 @@ STUBS = ("eval_llm.py", "scripts/web_demo.py")  # MiniMind's names, which any Py
 COMMANDS = [
     path
     for path in SOURCES
-    if path not in (*ELSEWHERE, *STUBS) and "__main__" in (ROOT / path).read_text(encoding="utf-8")
+    if path not in (*ELSEWHERE, *STUBS) and "\nif __name__ ==" in (ROOT / path).read_text(encoding="utf-8")
 ]
 AS_OLD = """
 import runpy, sys

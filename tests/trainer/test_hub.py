@@ -7,15 +7,9 @@ from transformers import AutoTokenizer
 
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.conftest import ROOT
-from tests.fake_hub import Hub
+from tests.fake_hub import FRESH, Hub
 from tests.stage_process import Faults, run
 from tests.trainer.stage_flags import flags, records
-
-# loaded before the variables of the hub were set
-FRESH = """
-for name in [name for name in sys.modules if name.partition(".")[0] == "huggingface_hub"]:
-    del sys.modules[name]
-"""
 
 
 @pytest.fixture
