@@ -29,19 +29,27 @@ const shown = (e) => e.checkVisibility({ visibilityProperty: true, opacityProper
 const root = document.querySelector("dialog[open]") ?? document.body;
 const said = (e) => `${e.tagName.toLowerCase()}.${e.className || e.id}: ${(e.innerText || e.value || "").slice(0, 60)}`;
 const isScrolled = (e) => e.matches(".table, .code pre, .katex-display, .entry > .name, td[title]"); // or has an ellipsis
+const known = new Map(); // most texts have the same elements around them
+function measure(e) {
+  if (!known.has(e)) {
+    const { overflowX, overflowY, position } = getComputedStyle(e);
+    known.set(e, [e.getBoundingClientRect(), overflowX !== "visible", overflowY !== "visible", overflowY === "hidden", position]);
+  }
+  return known.get(e);
+}
 function add(owner, rect, what) {
   let { left, right, top, bottom } = rect;
   if (right - left < 1 || bottom - top < 1) return;
   for (let e = owner; e && e !== root.parentElement; e = e.parentElement) {
-    const style = getComputedStyle(e), box = e.getBoundingClientRect();
+    const [box, clipsX, clipsY, hidesY, position] = measure(e);
     if (e !== owner || what === "text") {
       const isCut = left < box.left - 1 || right > box.right + 1;
-      if (style.overflowX !== "visible" && isCut && !isScrolled(e)) faults.push(`cut: ${said(owner)} by ${said(e)}`);
-      if (style.overflowY === "hidden" && bottom > box.bottom + 1 && e !== document.body) faults.push(`cut: ${said(owner)}`);
-      if (style.overflowX !== "visible") [left, right] = [Math.max(left, box.left), Math.min(right, box.right)];
-      if (style.overflowY !== "visible") [top, bottom] = [Math.max(top, box.top), Math.min(bottom, box.bottom)];
+      if (clipsX && isCut && !isScrolled(e)) faults.push(`cut: ${said(owner)} by ${said(e)}`);
+      if (hidesY && bottom > box.bottom + 1 && e !== document.body) faults.push(`cut: ${said(owner)}`);
+      if (clipsX) [left, right] = [Math.max(left, box.left), Math.min(right, box.right)];
+      if (clipsY) [top, bottom] = [Math.max(top, box.top), Math.min(bottom, box.bottom)];
     }
-    if (style.position === "fixed") break;
+    if (position === "fixed") break;
   }
   if (right - left < 1 || bottom - top < 1) return;
   if (left < -1 || right > width + 1) faults.push(`beyond the page: ${said(owner)}`);
@@ -88,8 +96,8 @@ class Page:
     def __init__(self, driver: webdriver.Chrome):
         self.driver = driver
 
-    def open(self, address: str, language: str = "en-US") -> None:
-        """As a visitor who was never here."""
+    def forget(self, address: str, language: str = "en-US") -> None:
+        """The next visitor was never here."""
         self.devtools(
             "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "light"}]
         )
@@ -98,6 +106,10 @@ class Page:
         self.driver.get(address + "page/icon.svg")
         self.devtools("Storage.clearDataForOrigin", origin=address.rstrip("/"), storageTypes="all")
         self.run("sessionStorage.clear()")
+
+    def open(self, address: str, language: str = "en-US") -> None:
+        """As a visitor who was never here."""
+        self.forget(address, language)
         self.driver.get(address)
         self.ready()
 
@@ -120,10 +132,10 @@ class Page:
         """What does not fit, is cut or covered on a screen of this width."""
         self.size(width, 800)
         # by then the page has drawn its curves anew
-        self.driver.execute_async_script(
-            "const done = arguments[0]; requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done, 50)))"
+        later = "requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(() => done(look()), 50)))"
+        return self.driver.execute_async_script(
+            f"const done = arguments[1], look = () => {{{MISPLACED}}};{later}", width
         )
-        return self.run(MISPLACED, width)
 
     def run(self, script: str, *arguments: Any) -> Any:
         return self.driver.execute_script(script, *arguments)
@@ -155,7 +167,10 @@ class Page:
         self.driver.switch_to.active_element.send_keys(*keys)
 
     def say(self, text: str) -> None:
-        self.one("#input").send_keys(text, Keys.ENTER)
+        """Put it in, at once as if it was pasted, and press Enter."""
+        field = self.one("#input")
+        self.run("arguments[0].focus(); document.execCommand('insertText', false, arguments[1])", field, text)
+        field.send_keys(Keys.ENTER)
 
     def ask(self, text: str) -> str:
         """Say something and wait for the whole answer; returns its text."""
@@ -167,14 +182,15 @@ class Page:
         self.wait(lambda: not self.all(".writing") and not self.shown("#stop"))
 
     def wait(self, condition: Callable[[], Any], seconds: float = 40) -> Any:
-        end = time.monotonic() + seconds
+        end, pause = time.monotonic() + seconds, 0.01
         while time.monotonic() < end:
             try:
                 if found := condition():
                     return found
             except StaleElementReferenceException:
                 pass
-            time.sleep(0.05)
+            time.sleep(pause)
+            pause = min(1.5 * pause, 0.2)  # each look takes some CPU time of what is waited for
         raise AssertionError(f"waited for {seconds} s; the page shows: {self.text('body')[:2000]}")
 
 

@@ -81,9 +81,15 @@ def server(folder):
 
 
 @pytest.fixture
+def slowly(chat, server):
+    """An answer takes its time, and the page draws each token of it."""
+    server.script.pause = 0.005
+
+
+@pytest.fixture
 def chat(page, server):
     server.script.__init__()
-    server.script.says, server.script.pause = dict(SAYS), 0.005
+    server.script.says = dict(SAYS)
     page.open(server.address)
     return page
 
@@ -96,7 +102,7 @@ def sent(server: SimpleNamespace) -> list[str]:
 # --- chat
 
 
-def test_an_answer_streams_is_stopped_and_is_there_after_a_reload(chat, server):
+def test_an_answer_streams_is_stopped_and_is_there_after_a_reload(chat, server, slowly):
     chat.say("long")
     for part in ("1 2 3", "15 16 17"):  # it grows while it arrives
         chat.wait(lambda part=part: part in chat.text(ANSWER))
@@ -240,7 +246,7 @@ def test_conversations_are_renamed_deleted_and_brought_back(chat):
     assert names() == ["deuxième", "first"] and chat.text(ANSWER) == "You said: first"
 
 
-def test_an_exported_chat_is_training_data(chat):
+def test_an_exported_chat_is_training_data(chat, slowly):
     """Stopped answers are not trained, the system prompt is kept."""
     chat.one("#open-settings").click()
     chat.one("#set-system").send_keys("Be brief.")
@@ -316,7 +322,7 @@ def test_two_models_answer_side_by_side(chat, server):
     assert len(sides()) == 4
 
 
-def test_two_tabs_in_one_conversation_lose_no_turn(chat, server):
+def test_two_tabs_in_one_conversation_lose_no_turn(chat, server, slowly):
     chat.ask("one")
     first = chat.driver.current_window_handle
     chat.driver.switch_to.new_window("tab")
@@ -409,7 +415,7 @@ def test_a_busy_server_says_when_to_try_again(chat, monkeypatch):
 # --- what goes wrong
 
 
-def test_errors_are_said_in_plain_words(chat, server, monkeypatch):
+def test_errors_are_said_in_plain_words(chat, server, monkeypatch, slowly):
     chat.run("document.querySelector('#input').value = 'word '.repeat(900)")
     chat.one("#input").send_keys("x", Keys.ENTER)
     chat.wait(lambda: "too long for the model" in chat.text(".message .error"))

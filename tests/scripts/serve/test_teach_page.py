@@ -19,7 +19,15 @@ from tests.browser import Page
 from tests.scripts.serve import teachings, trainings
 from tests.scripts.serve.servers import wait_for
 from tests.scripts.serve.test_teaching import MODEL, NAME, add_model, kept_corrections
-from tests.scripts.serve.test_train_page import BODY, NOT_ENGLISH, OFTEN, PRIMARY, check_everywhere, let_write
+from tests.scripts.serve.test_train_page import (
+    BODY,
+    NOT_ENGLISH,
+    OFTEN,
+    PRIMARY,
+    WIDTHS,
+    check_everywhere,
+    let_write,
+)
 from tests.scripts.serve.test_training import QUICK, Client, end_all, make_client
 
 TEACH = "#teach-it"
@@ -50,8 +58,7 @@ def client(tmp_path) -> Iterator[Client]:
 
 @pytest.fixture
 def chat(page, client) -> Iterator[Page]:
-    page.open(client.address)
-    page.driver.get("about:blank")
+    page.forget(client.address)
     page.driver.get(f"{client.address}#code=once")
     page.wait(lambda: page.run("return document.documentElement.dataset.ready"))
     page.click("#tab-chat")
@@ -104,7 +111,7 @@ def test_three_corrected_answers_are_taught_and_the_version_is_kept_by_clicks(ch
     correct(chat, "Bye", "Farewell.")
     open_list(chat)
     assert f"“{MODEL}” can learn the 3 corrections in some minutes." in chat.text("#teach")
-    for width in (320, 390, 1200):
+    for width in WIDTHS:
         chat.size(width, 800)
         assert chat.run(SIDEWAYS, width) == []
     chat.run("document.querySelector('#language').click()")

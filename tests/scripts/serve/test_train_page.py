@@ -49,11 +49,13 @@ RAW = re.compile(r"--[a-z]|eval_|_loss|\w+Error|error:|Traceback|\d M\b|tokens/s
 FORM, PRIMARY = f"{BODY} form", f"{BODY} .buttons .primary"
 PRIMARY_OF_FORM = f"{FORM} > .buttons .primary"
 SHOWN = "#train-card, dialog[open]"  # the last one that is there
-WIDTHS = (320, 390, 1280)
+WIDTHS = (320, 1280)  # on either side of the only width at which the stylesheet changes
 
 
-# the page looks at the server every two seconds: here as often as it can
-OFTEN = "const later = window.setTimeout; window.setTimeout = (run, ms) => later(run, ms === 2000 ? 50 : ms);"
+# the page looks at the server every two seconds: here so often that a look takes a small part of the time
+OFTEN = (
+    "const later = window.setTimeout; window.setTimeout = (run, ms) => later(run, ms === 2000 ? 200 : ms);"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -78,8 +80,7 @@ def client(tmp_path) -> Iterator[Client]:
 
 @pytest.fixture
 def card(page, client) -> Iterator[Page]:
-    page.open(client.address)  # as a visitor who was never here
-    page.driver.get("about:blank")
+    page.forget(client.address)
     page.driver.get(f"{client.address}#code=once")
     ready_in_training(page)
     yield page
@@ -113,27 +114,30 @@ def check_layout(page) -> None:
     page.size(1200, 800)
 
 
-def check_screen(page, *data: str) -> None:
+def check_screen(page, *data: str, widths: tuple[int, ...] = WIDTHS) -> None:
     """`check_layout`; without a word of a log, and in Chinese without English. data: English words that are data."""
-    check_layout(page)
     for language in ("en", "zh"):
         assert page.run("return document.documentElement.lang")[:2] == language
         shown = page.text(SHOWN)
         assert not RAW.search(shown), shown
         words = {word.lower() for word in re.findall("[A-Za-z]{3,}", shown)}
         assert language == "en" or words <= NOT_ENGLISH | {*data}, words - NOT_ENGLISH
+        for width in widths:
+            assert page.misplaced(width) == [], width
+        page.size(1200, 800)
         page.click("#language")
 
 
 def check_everywhere(page, title: str, *data: str) -> None:
-    """In this state the page is the same after a reload, and `check_screen` holds."""
+    """In this state the page is the same after a reload, and `check_screen` holds on a narrow screen. The tests of
+    screens have the same states on a wide one."""
     state = lambda: (page.text("#train-title"), page.texts(f"{BODY} button"))  # noqa: E731
     before = state()
     assert before[0] == title
     page.driver.refresh()
     ready_in_training(page)
     page.wait(lambda: state() == before)
-    check_screen(page, *data)
+    check_screen(page, *data, widths=WIDTHS[:1])
 
 
 def test_from_an_empty_folder_to_a_model_of_ones_own_text_by_clicks(card, client, tmp_path):
@@ -343,6 +347,12 @@ def test_pages_without_text_are_said_and_shares_are_those_of_the_texts(card, cli
     card.click("#language")
 
 
+def test_the_layout_changes_between_the_widths_alone():
+    style = (PAGE / "style.css").read_text(encoding="utf-8")
+    assert {*re.findall(r"@media \((?:min|max)-width: (\d+)px", style)} == {"800"}
+    assert WIDTHS[0] < 800 < WIDTHS[1]
+
+
 def test_every_code_of_an_error_is_a_sentence_of_the_page():
     """Of the routes that train: those that a click can meet."""
     codes = set()
@@ -501,8 +511,7 @@ def test_a_killed_server_is_followed_by_one_that_adopts_its_training(page, tmp_p
     address = link.partition("#")[0]
     port = int(address.rsplit(":", 1)[1].strip("/"))
     try:
-        page.open(address)
-        page.driver.get("about:blank")
+        page.forget(address)
         page.driver.get(link)
         ready_in_training(page)
         give(page, tmp_path, a_txt=TEXT)

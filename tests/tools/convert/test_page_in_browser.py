@@ -48,7 +48,7 @@ def test_a_chat(open_page, tmp_path):
     write(tmp_path / "page.html", hidden_size=256, num_hidden_layers=4)
     page = open_page(tmp_path / "page.html")
     page.run("window.ticks = 0; setInterval(() => window.ticks++, 10)")
-    page.say("hello\n")
+    page.say("hello")
     page.wait(lambda: len(page.text(CONTENT)) > 20)  # it streams
     assert page.run(STATE) == "writing" and not page.shown("#send")
     ticks, shown = page.run("return window.ticks"), page.text(CONTENT)
