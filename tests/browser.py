@@ -5,6 +5,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -194,8 +195,8 @@ class Page:
         raise AssertionError(f"waited for {seconds} s; the page shows: {self.text('body')[:2000]}")
 
 
-@pytest.fixture(scope="session")
-def driver(tmp_path_factory) -> Iterator[webdriver.Chrome]:
+def start_browser(folder: Path, *logs: str) -> webdriver.Chrome:
+    """A browser that writes downloads into a folder, and keeps these logs beside its own."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     chromedriver = shutil.which("chromedriver")
     if not browser or not chromedriver:
@@ -204,14 +205,19 @@ def driver(tmp_path_factory) -> Iterator[webdriver.Chrome]:
     options.binary_location = browser
     for flag in FLAGS.split():
         options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    options.set_capability("goog:loggingPrefs", dict.fromkeys(("browser", *logs), "ALL"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SE_OFFLINE", "true")  # selenium looks for no driver of its own
         for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
             patch.delenv(name, raising=False)
-        folder = tmp_path_factory.mktemp("downloads")  # the headless shell writes them where it was started
+        # the headless shell writes them where it was started
         service = webdriver.ChromeService(chromedriver, env={**os.environ}, popen_kw={"cwd": folder})
-        found = webdriver.Chrome(options=options, service=service)
+        return webdriver.Chrome(options=options, service=service)
+
+
+@pytest.fixture(scope="session")
+def driver(tmp_path_factory) -> Iterator[webdriver.Chrome]:
+    found = start_browser(tmp_path_factory.mktemp("downloads"))
     yield found
     found.quit()
 

@@ -5,11 +5,20 @@ import json
 
 import pytest
 
+from tests.browser import start_browser
 from tests.tools.convert.pages import shipped_tokenizer, write
 
 NAME = '</title><img src=x onerror="window.hacked=1"><script>window.hacked=2</script> &amp; {{spec}}'
 STATE = "return document.documentElement.dataset.state"
 CONTENT = ".content"
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory):
+    """A browser of its own: to log the network costs all that it does."""
+    found = start_browser(tmp_path_factory.mktemp("downloads"), "performance")
+    yield found
+    found.quit()
 
 
 @pytest.fixture
