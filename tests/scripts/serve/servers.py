@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx2 as httpx
 import openai
 import pytest
 from transformers import AutoTokenizer
@@ -23,6 +24,8 @@ from scripts.serve.models import Models
 from scripts.serve.sending import sending_routes
 from tests.conftest import ROOT
 
+# each call of httpx.get would load the certificates anew, which takes 20 ms
+web = httpx.Client(verify=False, limits=httpx.Limits(max_keepalive_connections=0))
 CONTEXT = 512
 END = 2
 QUESTION, END_OF_TURN = "<|im_start|>user\n", "<|im_end|>"

@@ -8,7 +8,7 @@ import pytest
 from scripts import serve_openai_api
 from scripts.serve import api
 from scripts.serve.api import Access
-from tests.scripts.serve.servers import Script, scripted
+from tests.scripts.serve.servers import Script, scripted, web
 
 ASKED = {"messages": [{"role": "user", "content": "hi"}], "model": "tiny"}
 
@@ -17,7 +17,7 @@ def test_a_code_is_exchanged_for_the_key_once_and_by_the_own_page_alone():
     with scripted(Script(), access=Access("secret", origins=("*",), codes={"one", "two"})) as server:
 
         def exchange(code: str | bytes, **headers: str) -> httpx.Response:
-            return httpx.post(f"{server.address}api/key", content=code, headers=headers)
+            return web.post(f"{server.address}api/key", content=code, headers=headers)
 
         for code in (
             "",
@@ -36,8 +36,8 @@ def test_a_code_is_exchanged_for_the_key_once_and_by_the_own_page_alone():
         given = next(answer for answer in answers if answer.status_code == 200)
         assert given.json() == {"key": "secret"} and given.headers["Cache-Control"] == "no-store"
         assert exchange("two").json() == {"key": "secret"}
-        assert httpx.get(f"{server.address}v1/models").status_code == 401
-        assert httpx.get(f"{server.address}api/key").status_code == 405
+        assert web.get(f"{server.address}v1/models").status_code == 401
+        assert web.get(f"{server.address}api/key").status_code == 405
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_a_header_says_who_a_client_is_only_where_a_proxy_is_named(proxies, clie
     monkeypatch.setattr(api, "client_of", lambda request: seen.append(client_of(request)) or seen[-1])
     with scripted(Script(), proxies=proxies) as server:
         headers = {"X-Forwarded-For": "8.8.8.8"}
-        answer = httpx.post(f"{server.address}v1/chat/completions", json=ASKED, headers=headers)
+        answer = web.post(f"{server.address}v1/chat/completions", json=ASKED, headers=headers)
     assert answer.status_code == 200 and set(seen) == {client}
 
 

@@ -19,7 +19,16 @@ from scripts.serve import limits
 from scripts.serve.api import Access
 from scripts.serve.models import Models
 from scripts.serve_openai_api import OWN_NAMES
-from tests.scripts.serve.servers import CONTEXT, Script, load_tokenizer, scripted, serving, user, wait_for
+from tests.scripts.serve.servers import (
+    CONTEXT,
+    Script,
+    load_tokenizer,
+    scripted,
+    serving,
+    user,
+    wait_for,
+    web,
+)
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 TWO_TOOLS = [*TOOLS, {"type": "function", "function": {"name": "time"}}]
@@ -75,7 +84,7 @@ def chat(server: SimpleNamespace, text: str, **fields: Any) -> Any:
 def post(server: SimpleNamespace, body: Any, path: str = CHAT, **headers: str) -> httpx.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"Authorization": "Bearer key"} | headers
-    return httpx.post(server.address + path, content=content, headers=headers, timeout=60)
+    return web.post(server.address + path, content=content, headers=headers, timeout=60)
 
 
 def begin(server: SimpleNamespace, body: bytes, length: int) -> socket.socket:
@@ -187,7 +196,7 @@ def test_what_a_request_leaves_out_is_the_models_default(said, monkeypatch):
     assert card.sampling == {"temperature": 0.7, "top_p": 0.9, "top_k": 50, "repetition_penalty": 1.0}
     assert card.loaded
     assert said.client.models.retrieve("tiny").owned_by == "minimind"
-    health = httpx.get(f"{said.address}health").json()
+    health = web.get(f"{said.address}health").json()
     assert health == {"status": "ok", "alive": True, "writing": 0, "waiting": 0, "slots": 4}
 
 
@@ -518,9 +527,7 @@ def test_max_tokens_minus_one_is_as_many_as_fit(real):
 def test_head_and_a_bearer_in_any_case(said):
     headers = {"Authorization": "bearer key"}
     for path in ("", "health", "v1/models", "v1/models/tiny", "api/runs"):
-        got, head = (
-            httpx.request(method, said.address + path, headers=headers) for method in ("GET", "HEAD")
-        )
+        got, head = (web.request(method, said.address + path, headers=headers) for method in ("GET", "HEAD"))
         assert (head.status_code, head.content) == (200, b"") and got.status_code == 200
     assert post(said, {"messages": user("x")}, Authorization="BEARER key").status_code == 200
     assert post(said, {"messages": user("x")}, Authorization="Basic key").status_code == 401
@@ -544,10 +551,10 @@ def test_bodies_that_are_no_requests(said, monkeypatch):
 @pytest.mark.parametrize("key", ["Bearer wrong", ""])
 def test_the_key(said, key):
     for path in ("v1/models", "api/runs"):
-        answer = httpx.get(said.address + path, headers={"Authorization": key})
+        answer = web.get(said.address + path, headers={"Authorization": key})
         assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
     assert post(said, {"messages": user("x")}, Authorization=key).status_code == 401
-    assert httpx.get(said.address).status_code == 200  # the page asks for it
+    assert web.get(said.address).status_code == 200  # the page asks for it
 
 
 @pytest.mark.parametrize(
@@ -558,7 +565,7 @@ def test_pages_of_other_sites_may_use_it_only_if_they_are_named(origins, is_allo
     allows, origin = "access-control-allow-origin", {"Origin": "https://good.example"}
     preflight = origin | {"Access-Control-Request-Method": "POST"}
     with scripted(Script(), access=Access("key", origins=origins)) as server:
-        asked = httpx.options(server.address + CHAT, headers=preflight)
+        asked = web.options(server.address + CHAT, headers=preflight)
         assert (asked.status_code == 200 and allows in asked.headers) == is_allowed
         answer = post(server, {"messages": user("hello")}, **origin)
         assert (answer.status_code == 200 and allows in answer.headers) == is_allowed
@@ -576,15 +583,15 @@ def test_a_server_for_this_machine_answers_to_its_own_names_only(capfd):
     wanted = dict.fromkeys(own, 200) | dict.fromkeys(others, 400)
     with scripted(Script(), access=Access(hosts=OWN_NAMES)) as server:
         url = f"{server.address}v1/models"
-        assert {host: httpx.get(url, headers={"Host": host}).status_code for host in wanted} == wanted
+        assert {host: web.get(url, headers={"Host": host}).status_code for host in wanted} == wanted
         for _ in range(3):
-            answer = httpx.get(url, headers={"Host": "host.docker.internal:8000"})
+            answer = web.get(url, headers={"Host": "host.docker.internal:8000"})
         assert answer.json()["error"]["code"] == "unknown_host"
         assert "--allow_host host.docker.internal" in answer.json()["error"]["message"]
     assert capfd.readouterr().err.count("start with --allow_host host.docker.internal") == 1
     named = Access(hosts=(*OWN_NAMES, "host.docker.internal"))
     with scripted(Script(), access=named) as server:
-        answer = httpx.get(server.address + "v1/models", headers={"Host": "HOST.docker.internal:8000"})
+        answer = web.get(server.address + "v1/models", headers={"Host": "HOST.docker.internal:8000"})
         assert answer.status_code == 200
 
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import httpx2 as httpx
 import pytest
 
 from scripts.serve.folders import files_in, scan
+from tests.scripts.serve.servers import web
 from tests.scripts.serve.test_training import KEY, Client, make_client
 
 FACTS = {"parameters": 1.0, "width": 64, "depth": 1, "seconds": 60.0, "limit": "data", "unwise": []}
@@ -119,13 +119,13 @@ def answers(server: Client) -> tuple[dict, list, list]:
     """What each of the three lists says; each is JSON that a browser reads."""
 
     def get(path: str) -> dict:
-        answer = httpx.get(server.address + path, headers=KEY, timeout=20)
+        answer = web.get(server.address + path, headers=KEY, timeout=20)
         assert answer.status_code == 200
         return json.loads(answer.text, parse_constant=lambda text: pytest.fail(f"{text} is no JSON"))
 
     jobs = {job["name"]: job for job in get("api/train")["jobs"]}
     for path in ("api/runs/good/pretrain_64", "api/runs/odd/pretrain_64"):
-        httpx.get(server.address + path, headers=KEY, timeout=20)
+        web.get(server.address + path, headers=KEY, timeout=20)
     return (
         jobs,
         [run["name"] for run in get("api/runs")["runs"]],

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
-import httpx2 as httpx
 import openai
 import pytest
 import torch
@@ -16,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from scripts.serve.models import Models
-from tests.scripts.serve.servers import load_tokenizer, serving, user
+from tests.scripts.serve.servers import load_tokenizer, serving, user, web
 
 needs_llguidance = pytest.mark.skipif(
     importlib.util.find_spec("llguidance") is None, reason="pip install -r requirements-serve.txt"
@@ -175,7 +174,7 @@ def test_an_answer_that_is_given_up_ends_with_an_error_in_the_stream(server):
     lengths = [{"type": "string", "minLength": i, "maxLength": 900 + i} for i in range(80)]
     schema = form({"type": "array", "minItems": 2, "items": {"anyOf": lengths}})
     body = {"messages": user("x"), "response_format": schema, "stream": True, "temperature": 2, "top_k": 0}
-    lines = httpx.post(server.address + "v1/chat/completions", json=body, timeout=60).text.split("\n\n")
+    lines = web.post(server.address + "v1/chat/completions", json=body, timeout=60).text.split("\n\n")
     assert "could not be followed to the end" in lines[-2] and '"content"' in lines[1]
     assert server.decoding.health()["alive"] and ask(server, form({"const": 1})) == [("1", "stop")]
 

@@ -22,7 +22,7 @@ from scripts.serve.decoding import DecodingThread, Job, LoadedModel
 from scripts.serve.models import Models
 from scripts.serve.protocol import ApiError, ChatRequest, CompletionRequest, parse
 from scripts.serve.shares import Shares, Turns
-from tests.scripts.serve.servers import CONTEXT, Script, scripted, user, wait_for
+from tests.scripts.serve.servers import CONTEXT, Script, scripted, user, wait_for, web
 
 CHAT, TEXTS = "v1/chat/completions", "v1/completions"
 
@@ -43,7 +43,7 @@ def server(running) -> SimpleNamespace:
 
 
 def post(server: SimpleNamespace, body: dict[str, Any], path: str = CHAT) -> httpx.Response:
-    return httpx.post(server.address + path, content=json.dumps(body).encode(), timeout=60)
+    return web.post(server.address + path, content=json.dumps(body).encode(), timeout=60)
 
 
 def connect(server: SimpleNamespace, sent: bytes = b"") -> socket.socket:
@@ -554,7 +554,7 @@ def test_when_there_are_too_many_the_one_that_owes_a_request_for_longest_is_clos
         long = pool.submit(post, server, {"messages": user("long")})
         wait_for(lambda: server.decoding.health()["writing"] == 1)
         silent = [connect(server) for _ in range(10)]
-        assert httpx.get(f"{server.address}health").status_code == 200
+        assert web.get(f"{server.address}health").status_code == 200
         assert all(map(is_closed, silent[:6])) and len(server.server.server_state.connections) <= 4
         assert long.result().status_code == 200
     for connection in silent:
@@ -608,14 +608,14 @@ def test_when_the_decoding_thread_dies_requests_get_a_503_and_the_server_ends(mo
         wait_for(lambda: not server.thread.is_alive())
         assert server.decoding.failure() == "no more memory"
         with pytest.raises(httpx.ConnectError):
-            httpx.get(f"{server.address}health")
+            web.get(f"{server.address}health")
 
 
 def test_nothing_is_accepted_by_a_dead_thread(server, monkeypatch):
     done: Any = SimpleNamespace(done=lambda: True, exception=lambda: None)
     monkeypatch.setattr(server.decoding, "running", done)
     assert post(server, {"messages": user("x")}).status_code == 503
-    assert httpx.get(f"{server.address}health").status_code == 503
+    assert web.get(f"{server.address}health").status_code == 503
 
 
 def test_the_official_client_meets_a_busy_server(server, monkeypatch):

@@ -190,13 +190,16 @@ def test_the_name_of_the_first_model_and_one_model_alone(folder, others):
 # --- weights that are written anew
 
 
-def greedy(path: Path, prompt: str, count: int) -> str:
-    """The continuation of a text by the weights that a file has now, by transformers."""
+def greedy(path: Path, prompts: list[str], count: int) -> list[str]:
+    """The continuations of texts by the weights that a file has now, by transformers."""
     model, tokenizer = load_path(path)
-    tokens = document_tokens(tokenizer, prompt)
     options = {"max_new_tokens": count, "do_sample": False, "eos_token_id": 2, "pad_token_id": 0}
-    written = model.generate(torch.tensor([tokens]), **options)[0, len(tokens) :]
-    return tokenizer.decode(written, skip_special_tokens=True)
+    found = []
+    for prompt in prompts:
+        tokens = document_tokens(tokenizer, prompt)
+        written = model.generate(torch.tensor([tokens]), **options)[0, len(tokens) :]
+        found.append(tokenizer.decode(written, skip_special_tokens=True))
+    return found
 
 
 def continued(server: SimpleNamespace, prompts: str | list[str], count: int = 8) -> list[str]:
@@ -214,7 +217,7 @@ def training(tmp_path) -> SimpleNamespace:
         return write_weights(tmp_path, "trained", next(seeds), hidden_size=32)
 
     path = write()
-    by_now = lambda prompt, length=8: greedy(path, prompt, length)  # noqa: E731
+    by_now = lambda prompt, length=8: greedy(path, [prompt], length)[0]  # noqa: E731
     return SimpleNamespace(path=path, folder=tmp_path, write=write, greedy=by_now)
 
 
@@ -258,7 +261,7 @@ def test_answers_end_with_the_weights_with_which_their_request_began(training, m
     """Also those that had no place yet; one that only waits is answered by the new ones if it must, or by
     those that were there when it came."""
     texts = [f"Town {number}" for number in range(7)]
-    old = [training.greedy(text, 20) for text in texts]
+    old = greedy(training.path, texts, 20)
     models = Models("trained_32", training.path, load_path, training.folder)
     with serving(models, slots=4, max_models=max_models) as server, ThreadPoolExecutor(3) as pool:
         go_on = hold(server, training.path)

@@ -21,7 +21,7 @@ from scripts.serve.jobs import Jobs, error_of
 from scripts.serve.models import Models
 from scripts.teaching.version import is_trained_here
 from tests.scripts.serve import teachings, trainings
-from tests.scripts.serve.servers import wait_for
+from tests.scripts.serve.servers import wait_for, web
 from tests.scripts.serve.test_training import KEY, Client, end_all, make_client, processes
 from tests.scripts.test_teach import trained
 
@@ -76,7 +76,7 @@ def code(answer: httpx.Response) -> str:
 
 
 def models(client: Client) -> dict[str, dict[str, Any]]:
-    cards = httpx.get(f"{client.address}v1/models", headers=KEY).json()["data"]
+    cards = web.get(f"{client.address}v1/models", headers=KEY).json()["data"]
     return {card["id"]: card for card in cards}
 
 
@@ -317,7 +317,7 @@ def test_corrections_that_cannot_be_taught(client):
         assert code(ask(client, wrong)) == "field"
     body = {"model": MODEL, "corrections": [*THREE, correction("x" * (5 << 20), "y")]}
     # a connection of its own, because the server closes it after a part of the body
-    answer = httpx.post(f"{client.http.base_url}teachings", json=body, headers=KEY)
+    answer = web.post(f"{client.http.base_url}teachings", json=body, headers=KEY)
     assert answer.status_code == 413
     assert not (client.folder / NAME).exists()
     job = taught(client, *THREE, correction(kado, "Elsewhere.", *after_hello))  # another conversation
@@ -440,7 +440,7 @@ def test_who_may_not(client):
 
     def status(path: str, content: str, **headers: str) -> int:
         sent = KEY | {"Content-Type": "application/json"} | headers
-        return httpx.post(f"{client.address}api/train{path}", content=content, headers=sent).status_code
+        return web.post(f"{client.address}api/train{path}", content=content, headers=sent).status_code
 
     for path in ("/teachings", f"/jobs/{NAME}/keep", f"/jobs/{NAME}/discard"):
         assert status(path, content, Authorization="") == 401

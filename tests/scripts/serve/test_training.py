@@ -36,7 +36,7 @@ from scripts.serve.uploads import Uploads
 from tests.conftest import ROOT
 from tests.dataset.test_chat_exports import TELEGRAM
 from tests.scripts.serve import trainings
-from tests.scripts.serve.servers import Script, scripted, wait_for
+from tests.scripts.serve.servers import Script, scripted, wait_for, web
 from tests.scripts.serve.test_look_at_file import arrow_of_nulls
 from tests.stage_process import Faults, StageProcess
 
@@ -318,7 +318,7 @@ def test_a_model_is_renamed_and_a_training_deleted_to_where_it_can_be_found(clie
     assert client.post("/other/delete", {}).status_code == 202
     assert (client.folder / ".deleted/other_2").is_dir() and client.overview()["jobs"] == []
     assert client.post("/other/delete", {}).status_code == 404
-    runs = httpx.get(f"{client.address}api/runs", headers=KEY).json()["runs"]
+    runs = web.get(f"{client.address}api/runs", headers=KEY).json()["runs"]
     assert runs == []
 
 
@@ -750,7 +750,7 @@ def test_who_may_not(client, tmp_path):
         path: str = "/jobs", content: str = '{"name": "x", "files": ["a.txt"], "hours": 1.0}', **headers: str
     ) -> int:
         sent = KEY | {"Content-Type": "application/json"} | headers
-        return httpx.post(f"{client.address}api/train{path}", content=content, headers=sent).status_code
+        return web.post(f"{client.address}api/train{path}", content=content, headers=sent).status_code
 
     client.put("a.txt")
     assert status(Authorization="") == status(Authorization="Bearer other") == 401
@@ -763,9 +763,9 @@ def test_who_may_not(client, tmp_path):
         assert status(Host="evil.example") == 400
     assert not (tmp_path / "out/x").exists() and not (tmp_path / "out/.train.lock").exists()
     with scripted(Script(), "key", save_dir=tmp_path) as server:
-        answers = [httpx.get(f"{server.address}api/train{path}", headers=KEY) for path in ("", "/jobs/x/log")]
+        answers = [web.get(f"{server.address}api/train{path}", headers=KEY) for path in ("", "/jobs/x/log")]
         assert [answer.status_code for answer in answers] == [404, 404]
-        assert httpx.get(f"{server.address}api/runs", headers=KEY).json()["train"] is False
+        assert web.get(f"{server.address}api/runs", headers=KEY).json()["train"] is False
 
 
 def test_training_is_for_this_machine_and_always_with_a_key(weights, error_line, call, monkeypatch):
