@@ -41,18 +41,13 @@ def test_arguments_are_trained_whatever_they_are_called(name, value, tokenizer):
     outside = calling({"function": {"name": "weather"}, name: value})
     sharegpt = {"from": "function_call", "value": json.dumps(call)}
     part = {"role": "assistant", "content": [{"type": "tool_call", "value": call}]}
-    for message in (
-        calling(call),
-        openai,
-        outside,
-        sharegpt,
-        part,
-        BOT | {"content": "", "function_call": call},
-    ):
-        (sample,), maker = samples_of(tokenizer, "sft", [chat_of(USER, message)])
+    legacy = BOT | {"content": "", "function_call": call}
+    messages = (calling(call), openai, outside, sharegpt, part, legacy)
+    samples, maker = samples_of(tokenizer, "sft", [chat_of(USER, message) for message in messages])
+    assert len(samples) == len(messages) and not maker.unused
+    for sample in samples:
         trained = tokenizer.decode(sample.tokens[sample.loss_mask].tolist()).removesuffix("<|im_end|>")
         assert answer_message(trained)["tool_calls"] == [{"type": "function", "function": CALL}]
-        assert not maker.unused
 
 
 def test_a_call_with_arguments_stays_as_it_is():
@@ -121,13 +116,12 @@ def test_thoughts_that_are_given_twice_are_trained_once(content, tokenizer):
     wanted = BOT | {"content": "Two.", "reasoning_content": "I count."}
     parts = [{"type": "thinking", "thinking": "I count."}, content]
     messages = [BOT | {"content": content, name: "I count."} for name in ("reasoning_content", "thinking")]
-    for message in (
-        *messages,
-        BOT | {"content": parts},
-        {"from": "gpt", "value": content, "thought": "I count."},
-    ):
-        assert parse(chat_of(USER, message), "sft").chats == (Chat([USER, wanted]),)
-        (sample,), _ = samples_of(tokenizer, "sft", [chat_of(USER, message)])
+    messages += [BOT | {"content": parts}, {"from": "gpt", "value": content, "thought": "I count."}]
+    chats = [chat_of(USER, message) for message in messages]
+    assert [parse(chat, "sft").chats for chat in chats] == [(Chat([USER, wanted]),)] * len(chats)
+    samples, _ = samples_of(tokenizer, "sft", chats)
+    assert len(samples) == len(chats)
+    for sample in samples:
         assert tokenizer.decode(sample.tokens.tolist()).count("<think>") == 1
 
 
