@@ -9,6 +9,7 @@ from common.errors import UserError
 from dataset import messages as message_forms
 from dataset import records as record_formats
 from dataset.batch import collate_shared
+from dataset.files import Source
 from dataset.lm_dataset import DPODataset
 from dataset.messages import BadRecord
 from dataset.records import Chat, held_out_key, parse
@@ -354,8 +355,14 @@ def line_of(record) -> bytes:
     return record if isinstance(record, bytes) else json.dumps(record).encode()
 
 
+@pytest.fixture(scope="module")
+def makers(tokenizer):
+    """What makes the samples of each kind; it copies the tokenizer, which takes longer than a few samples."""
+    return {kind: samples_of(tokenizer, kind, [])[1] for kind in GOODS}
+
+
 @pytest.mark.parametrize(("kind", "record", "message"), BAD_LINES, ids=range(len(BAD_LINES)))
-def test_a_bad_record_is_refused_in_one_line(kind, record, message, tokenizer):
+def test_a_bad_record_is_refused_in_one_line(kind, record, message, makers):
     """What reading the file finds is met by the next test."""
     try:
         record = json.loads(line_of(record))
@@ -363,7 +370,7 @@ def test_a_bad_record_is_refused_in_one_line(kind, record, message, tokenizer):
         return
     if isinstance(record, dict):
         with pytest.raises(UserError) as caught:
-            samples_of(tokenizer, kind, [GOODS[kind], record])
+            list(makers[kind].samples([(Source(0, 1), GOODS[kind]), (Source(0, 2), record)]))
         text = str(caught.value)
         assert text.startswith("x.jsonl:2: ") and message in text and "\n" not in text
         assert text.endswith("(with --on_bad_data skip bad records are skipped and listed)")
