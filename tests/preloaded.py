@@ -2,6 +2,7 @@
 
 import gc
 import io
+from functools import cache
 
 import numpy as np
 import numpy.ma
@@ -20,9 +21,9 @@ from dataset.tokenizing import fingerprint
 from llm.training import train  # noqa: F401
 from model import model_minimind
 from trainer import train_full_sft, train_pretrain
-from trainer.checkpoint import run  # noqa: F401
+from trainer.checkpoint import run, same_run  # noqa: F401
 from trainer.optim.build import build_optimizer
-from trainer.weights.config import model_config
+from trainer.weights import config
 
 # Tokenizers, as nearly every run loads two of this folder: each of them is given away once
 FOLDER = ROOT / "model"
@@ -46,7 +47,7 @@ def use_once() -> None:
     for script in (train_pretrain, train_full_sft):
         args = parse_args(script.Args, script.__doc__, ["--hidden_size", "32", "--num_hidden_layers", "1"])
     with torch.random.fork_rng(devices=[]):
-        model = model_minimind.MiniMindForCausalLM(model_config(spare[0], args)).train()
+        model = model_minimind.MiniMindForCausalLM(config.model_config(spare[0], args)).train()
         optimizer = build_optimizer(model, 1e-3, 0.1, "muon")
         for sizes in ((9, 3), (40,)):
             common = {"sample_id": 0, "target_bytes": 1}
@@ -64,6 +65,16 @@ def use_once() -> None:
 
 
 use_once()
+# What a run computes of the repository's files and of its tokenizers, a sixth of a small run, is computed here, once
+for module, names in (
+    (same_run, ("code_version", "files_of_rooms", "file_hash", "is_installed")),
+    (config, ("vocabulary_hash",)),
+):
+    for name in names:
+        setattr(module, name, cache(getattr(module, name)))
+same_run.code_of_run(torch.optim.SGD([torch.zeros(1)]))
+for tokenizer in spare:
+    config.vocabulary_hash(tokenizer)
 # Collections in the forked processes skip what is loaded here: a small run takes 0.85 instead of 0.95 CPU seconds
 gc.collect()
 gc.freeze()

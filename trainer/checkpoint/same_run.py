@@ -238,9 +238,6 @@ def source_files() -> dict[str, Path]:
     """The Python files of the folders that a run executes, of its script, and of all other loaded modules
     that are not installed: the user's own, in any folder. Each file has a name that does not change when the
     folders are moved: its path in the repository, or the name of the module."""
-    files = {
-        str(file.relative_to(ROOT)): file for room in SOURCE_ROOMS for file in (ROOT / room).rglob("*.py")
-    }
     loaded = {}
     for name, module in list(sys.modules.items()):
         path = str(getattr(module, "__file__", None) or "")
@@ -252,7 +249,14 @@ def source_files() -> dict[str, Path]:
         loaded[module_path(name, file)] = file
     # the other stages' scripts are not executed; the engine's tasks import those of theirs
     stages = {f"trainer/{file.name}" for file in (ROOT / "trainer").glob("train_*.py")}
+    files = files_of_rooms()
     return {name: file for name, file in files.items() if name not in stages - loaded.keys()} | loaded
+
+
+def files_of_rooms() -> dict[str, Path]:
+    """The Python files of the folders that a run executes, by their path in the repository."""
+    files = (file for room in SOURCE_ROOMS for file in (ROOT / room).rglob("*.py"))
+    return {str(file.relative_to(ROOT)): file for file in files}
 
 
 def module_path(module: str, file: Path) -> str:
