@@ -59,15 +59,15 @@ def test_accumulation_and_ranks_change_nothing(prompts, tmp_path):
 def test_passes_that_the_limit_stops_are_not_made(prompts, tmp_path):
     """No step of the optimizer, not even one without a gradient; the weights for use are the policy's
     alone."""
-    run("ppo", rollout_flags(prompts, tmp_path, num_iterations=3, early_stop_kl=1e-12, num_attention_heads=8))
+    settings = {"num_iterations": 3, "early_stop_kl": 1e-12, "num_attention_heads": 8, "max_steps": 6}
+    run("ppo", rollout_flags(prompts, tmp_path, **settings))
     state, weights = saved_state(tmp_path, NAME), torch.load(tmp_path / f"out/{NAME}.pth")
-    assert state["update"] == 18 and {int(each["step"]) for each in state["optimizer"]["state"].values()} == {
-        6
-    }
+    assert state["update"] == 6
+    assert {int(each["step"]) for each in state["optimizer"]["state"].values()} == {2}
     losses, rewards, stopped = zip(*records(tmp_path, NAME, ("loss", "reward", "stopped")), strict=True)
-    assert stopped == (0.0, 1.0, 1.0) * 6
+    assert stopped == (0.0, 1.0, 1.0) * 2
     for told in (losses, rewards):  # None of a pass that was not made, or made without a rollout
-        assert [value is None for value in told] == [False, True, True] * 6
+        assert [value is None for value in told] == [False, True, True] * 2
     policy = {
         key.removeprefix("actor."): value for key, value in state["model"].items() if key.startswith("actor.")
     }

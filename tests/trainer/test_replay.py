@@ -62,7 +62,7 @@ def test_weighted_conversations_keep_their_ratio(corpus, tokenizer):
 def test_a_killed_run_ends_with_the_same_bits_and_asking_questions_changes_none(corpus, tmp_path):
     """Muon and dropout; the killed run finds the texts at another path; the first run is asked nothing."""
     settings = {"replay_data_path": corpus["pretrain"], "replay_share": 0.4, "from_weight": "none"}
-    settings |= {"optimizer": "muon", "dropout": 0.1, "hidden_size": 32}
+    settings |= {"optimizer": "muon", "dropout": 0.1, "hidden_size": 32, "eval_interval": 8}
     run("full_sft", flags(corpus, tmp_path / "whole", "sft", **settings))
     asked = settings | {"sample_prompts": "auto"}
     argv = flags(corpus, tmp_path / "killed", "sft", **asked)
