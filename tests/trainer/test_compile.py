@@ -193,7 +193,7 @@ def _rank(rank: int, port: int, folder: str, cases: list[tuple[str, bool]]) -> N
         autocast = torch.autocast("cpu", torch.bfloat16, enabled=use_moe)
         pair = []
         for use_compile in (True, False):
-            model = model_of(use_moe, width=WIDE)
+            model = model_of(use_moe, width=WIDE, layers=1)
             if use_compile:
                 compile_model(model)
             pair.append(wrap_model(model, torch.device("cpu"), parallel, autocast=autocast))
