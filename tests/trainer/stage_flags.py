@@ -21,7 +21,7 @@ def flags(corpus, folder, stage, **extra) -> list[str]:
     """A small run; `extra` replaces its settings."""
     settings = {"data_path": corpus[stage], "eval_data_path": corpus[f"{stage}_eval"]}
     settings |= {"cache_dir": corpus["cache"], "save_dir": folder / "out"}
-    settings |= {"checkpoint_dir": folder / "checkpoints", "hidden_size": 32, "num_hidden_layers": 2}
+    settings |= {"checkpoint_dir": folder / "checkpoints", "hidden_size": 32, "num_hidden_layers": 1}
     settings |= {"max_seq_len": 64, "batch_size": 8, "accumulation_steps": 1, "epochs": 2}
     settings |= {"learning_rate": 1e-2, "dtype": "float32", "log_interval": 1, "save_interval": 3}
     settings |= {"eval_interval": 4, "sample_prompts": "none"}

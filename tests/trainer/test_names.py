@@ -40,7 +40,7 @@ MISTAKES = [
     (
         "distillation",
         {"from_teacher_weight": "DIR/out/pretrain_32.pth", "teacher_num_layers": 3},
-        "--teacher_num_layers 3: --from_teacher_weight DIR/out/pretrain_32.pth is of 2; leave the flag out",
+        "--teacher_num_layers 3: --from_teacher_weight DIR/out/pretrain_32.pth is of 1; leave the flag out",
     ),
     ("grpo", {"reward": "lenght"}, "--reward lenght: give module:function, or one of"),
     ("grpo", {"reward": "no_such:f"}, "--reward no_such:f cannot be imported"),
@@ -58,7 +58,7 @@ def folder(tmp_path_factory) -> Path:
     """Start weights, and what is none."""
     folder = tmp_path_factory.mktemp("names")
     (folder / "out").mkdir()
-    shape = {"hidden_size": 32, "num_hidden_layers": 2}
+    shape = {"hidden_size": 32, "num_hidden_layers": 1}
     write_start_weights(folder / "out", {"pretrain_32": shape, "full_sft_32": shape})
     for name, content in {"good": b"one\n", "blank": b"\n \n", "latin": b"caf\xe9\n"}.items():
         (folder / f"{name}.txt").write_bytes(content)

@@ -141,7 +141,7 @@ def test_the_trainer_does_what_the_plain_loop_does(corpus, tmp_path, name):
     torch.save(halves, tmp_path / f"out/start_32{suffix}.pth")
     settings = {"from_weight": "start", "use_moe": int(moe), "dtype": dtype, "seed": SEED, "epochs": epochs}
     settings |= {"batch_size": BATCH, "accumulation_steps": ACCUMULATION, "learning_rate": RATE}
-    settings |= {"grad_clip": clip, "optimizer": "adamw"}
+    settings |= {"grad_clip": clip, "optimizer": "adamw", "num_hidden_layers": 2}
     settings |= {"warmup_updates": WARMUP, "weight_decay": DECAY, "eval_interval": 0}
     argv = flags(corpus, tmp_path, stage, **settings)
     run(stage, argv, Faults(script=ALLOW_FLOAT16) if dtype == "float16" else None, ranks=ranks)
@@ -192,6 +192,7 @@ def test_weights_of_records_are_those_of_a_plain_loop(corpus, tmp_path, stage):
     torch.save(halves, tmp_path / "out/start_32.pth")
     settings = {"from_weight": "start", "dtype": "float32", "seed": SEED, "epochs": 2, "batch_size": BATCH}
     settings |= {"accumulation_steps": ACCUMULATION, "learning_rate": RATE, "grad_clip": 1.4}
+    settings |= {"num_hidden_layers": 2}
     settings |= {"optimizer": "adamw", "warmup_updates": WARMUP, "weight_decay": DECAY, "from_resume": 1}
     argv = flags(weighed, tmp_path, stage, **settings)
     stopped = run(stage, argv, Faults(signals={5: signal.SIGTERM}), ranks=2, status=128 + signal.SIGTERM)
@@ -278,6 +279,7 @@ torch.nn.functional.dropout = recorded
 def test_dropout_differs_between_ranks_and_micro_batches_and_is_repeated_by_a_rerun(corpus, tmp_path):
     """Judged by the first 64 places of each mask: two layers and the embedding drop in every micro-batch."""
     settings = {"from_weight": "none", "dropout": 0.5, "batch_size": 4, "accumulation_steps": 2, "epochs": 1}
+    settings |= {"num_hidden_layers": 2}
     found = []
     for name in ("one", "again"):
         folder = tmp_path / name
@@ -308,7 +310,7 @@ def test_losses_are_those_of_the_past(corpus, tmp_path, name):
     meant."""
     stage, extra, close = GOLDEN_RUNS[name]
     settings = {"batch_size": 6, "accumulation_steps": 2, "warmup_updates": 3, "eval_interval": 0}
-    settings |= {"num_attention_heads": 8}  # MiniMind's
+    settings |= {"num_hidden_layers": 2, "num_attention_heads": 8}  # MiniMind has as many heads
     run(stage, flags(corpus, tmp_path, stage, **settings, **extra))
     (path,) = (tmp_path / "out").glob("*_metrics.jsonl")
     assert [record["loss"] for record in read_metrics(path)] == pytest.approx(GOLDEN[name], abs=close, rel=0)

@@ -227,6 +227,7 @@ def test_three_ranks_resume_bit_for_bit(corpus, tmp_path):
     """Two ranks would hide another order of summation: a + b is b + a. Unequal layers make DDP change its
     buckets."""
     settings = {"batch_size": 2, "max_steps": 5, "hidden_size": 64, "save_interval": 2, "eval_interval": 0}
+    settings |= {"num_hidden_layers": 2}
     run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", **settings), ranks=3)
     argv = flags(corpus, tmp_path / "broken", "pretrain", **settings, from_resume=1)
     start = start_ranks(3, "pretrain", argv, {0: Faults(signals={4: signal.SIGTERM})})
