@@ -158,6 +158,8 @@ def _child(stage: str, argv: list[str], faults: Faults, env: dict[str, str], fol
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.update(env)
+    # tests kill processes, never the machine; that files are flushed: trainer/test_power_cut.py
+    os.fsync = lambda descriptor: None
     torch.set_num_threads(1)
     common.command_line.FAILED_RANK_PAUSE = 0.2  # no torchrun waits for these ranks
     multiprocessing.set_start_method("fork", force=True)  # of the data loader, as in a run started by hand
