@@ -8,6 +8,8 @@ herbs      the same in Chinese
 scattered  the facts of ships, but each document has five sentences about as many ships
 dishes     English: answers of four sentences, with four facts each
 manners    English: a text without facts; a name, refusals and greetings that only the conversations show
+handbook   English, less regular: names share parts, a fact is said 3 to 30 times, documents mix names, some
+           kinds of question are rare, and the conversations mention most names, but a part of their facts
 
 Files of a world: text.jsonl; sft_50.jsonl, sft_300.jsonl, sft_1000.jsonl; quiz.jsonl: questions about what no
 conversation mentions (manners: new wordings, and topics that are new); reworded.jsonl: questions that the
@@ -18,7 +20,7 @@ import json
 import random
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 # run the code beside this file
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -175,6 +177,62 @@ def manner_files(seed: int) -> Files:
     return of_sizes(conversations, rng) | {"text.jsonl": texts, "quiz.jsonl": quiz}
 
 
+class Fact(NamedTuple):
+    """What the handbook says of a name. wordings: sentences, questions, reworded, answers."""
+
+    name: str
+    wordings: dict[str, list[str]]
+    value: str
+
+    def word(self, rng: random.Random, form: str) -> str:
+        """The fact in a random wording of this form."""
+        return rng.choice(self.wordings[form]).format(n=self.name, v=self.value)
+
+
+def handbook_files(seed: int) -> Files:
+    """A world as texts of one's own are. Every third fact is hidden: no conversation mentions it."""
+    rng, world = random.Random(seed), WORLDS["handbook"]
+    facts = []
+    for group in (world["goods"], world["staff"]):
+        first, second = group["names"]
+        every = [f"{a} {b}" for a in first for b in second]
+        for name in rng.sample(every, group["count"]):
+            facts += [Fact(name, kind, rng.choice(kind["values"])) for kind in group["facts"].values()]
+    rng.shuffle(facts)
+    hidden, shown = facts[: len(facts) // 3], facts[len(facts) // 3 :]
+
+    left: dict[str, list[Fact]] = {}  # name -> its facts, as often as they are still to be said
+    for fact in facts:
+        left.setdefault(fact.name, []).extend([fact] * min(30, 3 + int(rng.expovariate(0.2))))
+    texts = []
+    while left:
+        told: list[str] = []
+        for name in rng.sample(list(left), min(len(left), rng.randint(1, 6))):
+            rng.shuffle(left[name])
+            told += [left[name].pop().word(rng, "sentences") for _ in left[name][: rng.randint(1, 4)]]
+            if rng.random() < 0.3:
+                told.append(rng.choice(world["filler"]))
+        left = {name: facts for name, facts in left.items() if facts}
+        texts.append({"text": " ".join(told)})
+
+    def answer(fact: Fact) -> str:
+        others = [other for other in shown if other.name == fact.name and other != fact]
+        said = [fact, *rng.sample(others, min(len(others), rng.choice([0, 0, 1, 2])))]
+        closing = [rng.choice(world["closings"])] if rng.random() < 0.4 else []
+        return " ".join([*(each.word(rng, "answers") for each in said), *closing])
+
+    def ask(fact: Fact, form: str) -> Record:
+        return conversation(fact.word(rng, form), fact.word(rng, "answers")) | {"answer": fact.value}
+
+    asked = [fact for _ in range(5) for fact in rng.sample(shown, len(shown))][: SIZES[-1]]
+    return {
+        "text.jsonl": texts,
+        **of_sizes([conversation(fact.word(rng, "questions"), answer(fact)) for fact in asked], rng),
+        "quiz.jsonl": [ask(fact, "questions") for fact in hidden],
+        "reworded.jsonl": [ask(fact, "reworded") for fact in asked[: SIZES[0]] for _ in range(2)],
+    }
+
+
 def make_worlds(seed: int = 0) -> dict[str, Files]:
     """The files of each world."""
     ships = latin_names(random.Random(f"ships {seed}"), 120, 3)
@@ -184,6 +242,7 @@ def make_worlds(seed: int = 0) -> dict[str, Files]:
         "scattered": fact_files(WORLDS["ships"], ships, seed, " ", scattered=True),
         "dishes": dish_files(seed),
         "manners": manner_files(seed),
+        "handbook": handbook_files(seed),
     }
 
 

@@ -1,6 +1,7 @@
 """The invented worlds: the same bytes for a seed, and questions that only the text, or no wording, answers."""
 
 import random
+import re
 
 import pytest
 
@@ -51,6 +52,35 @@ def test_the_text_of_manners_says_nothing_of_them(worlds):
     assert "lamp" not in text and "Alder" not in text
     asked = {record["messages"][0]["content"] for record in files["quiz.jsonl"]}
     assert not asked & set(said(files["sft_1000.jsonl"]).split("\n"))
+
+
+def test_no_conversation_of_the_handbook_mentions_a_fact_of_the_quiz(worlds):
+    files = worlds["handbook"]
+    text = [record["text"] for record in files["text.jsonl"]]
+    groups = [WORLDS["handbook"][group] for group in ("goods", "staff")]
+    kinds = [kind for group in groups for kind in group["facts"].values()]
+
+    def mentions(texts, question: str, answer: str, forms: tuple[str, ...]) -> int:
+        """How often the texts state the fact that this question asks for."""
+        kind = next(kind for kind in kinds if stated(question, kind["questions"], ""))
+        return sum(stated(line, [w for form in forms for w in kind[form]], answer) for line in texts)
+
+    def stated(line: str, wordings: list[str], value: str) -> int:
+        return sum(len(re.findall(pattern(wording, value), line)) for wording in wordings)
+
+    def pattern(wording: str, value: str) -> str:
+        return re.escape(wording).replace(r"\{n\}", name).replace(r"\{v\}", re.escape(value))
+
+    shown = said(files["sft_1000.jsonl"]).split("\n")
+    for record in files["quiz.jsonl"]:
+        question, value = record["messages"][0]["content"], record["answer"]
+        name = next(n for n in names(groups) if n in question)
+        assert 3 <= mentions(text, question, value, ("sentences",)) <= 30
+        assert not mentions(shown, question, value, ("answers",))
+
+
+def names(groups) -> list[str]:
+    return [f"{a} {b}" for group in groups for a in group["names"][0] for b in group["names"][1]]
 
 
 def test_names_differ():
