@@ -55,7 +55,7 @@ WORDS = {
         "answers now": "验证问题答对 {right:.0f}/{asked:.0f}（第一次更新之前 {before:.0f}）",
         "answers known": "其中 {asked:.0f} 题的答案在训练对话里，答对 {right:.0f}",
         "answers new": "{asked:.0f} 题的答案不在训练对话里，答对 {right:.0f}",
-        "answers few": "下一步：更长的预训练、用多种说法陈述同一内容的文本，或更多对话",
+        "answers few": "下一步：更大的模型、更长的预训练、用多种说法陈述同一内容的文本，或更多对话",
         "; ": "；",
         "model": "{parameters}参数的模型，训练用时 {time}",
         "read": "{name}：{data} 的 {tokens} 个 token",

@@ -39,8 +39,8 @@ SENTENCES = {
     "first update)",
     "answers known": "of {asked:.0f} whose answer a training conversation gives, {right:.0f}",
     "answers new": "of {asked:.0f} whose answer none gives, {right:.0f}",
-    "answers few": "next: a longer pretraining, more text that says each thing in several ways, or more "
-    "conversations (docs/training.md#how-many-answers-are-right)",
+    "answers few": "next: a larger model, a longer pretraining, more text that says each thing in several "
+    "ways, or more conversations (docs/training.md#how-many-answers-are-right)",
     "repeats": "its answers repeat themselves: {share:.0%} of their trigrams are distinct",
 }
 
