@@ -50,6 +50,7 @@ WORDS = {
         "same": "自第 {before_update:,.0f} 次更新（{before:.3f}）以来几乎没有变化",
         "worse": "最好的 {best:.3f} 出现在第 {best_update:,.0f} 次更新（{best_weights}）",
         "overfitting": "同时训练损失仍在下降，即过拟合",
+        "fewer right": "第 {best_update:,.0f} 次更新时为 {best:.3f}，但那时答对的问题更少",
         "repeats": "它的回答在重复：三元词组中只有 {share:.0%} 互不相同",
         "answers": "验证问题答对 {right:.0f}/{asked:.0f}",
         "answers now": "验证问题答对 {right:.0f}/{asked:.0f}（第一次更新之前 {before:.0f}）",

@@ -34,6 +34,7 @@ SENTENCES = {
     "same": "hardly changed since update {before_update:,.0f} ({before:.3f})",
     "worse": "the best, {best:.3f}, was at update {best_update:,.0f} ({best_weights})",
     "overfitting": "the training loss fell meanwhile, which is overfitting",
+    "fewer right": "it was {best:.3f} at update {best_update:,.0f}, but fewer answers were right then",
     "answers": "answers {right:.0f} of {asked:.0f} held-out questions right",
     "answers now": "answers {right:.0f} of {asked:.0f} held-out questions right ({before:.0f} before the "
     "first update)",
@@ -258,6 +259,9 @@ def held_out_sentences(
         return found
     if sign * (now[name] - best[name]) > SAME * abs(best[name]):
         values |= {"best": best[name], "best_update": best["update"], "best_weights": facts["best_weights"]}
+        right_then, right_now = best.get("eval_answers"), now.get("eval_answers")
+        if name == "eval_loss" and None not in (right_then, right_now) and right_then < right_now:
+            return [*found, ("fewer right", values)]
         trained_then, trained_now = best.get("mean_loss"), now.get("mean_loss")
         has_fallen = bool(trained_then and trained_now and trained_now < 0.99 * trained_then)
         found.append(("worse", values))
