@@ -49,12 +49,12 @@ def test_more_ranks_than_samples(corpus, tmp_path):
 def test_weights_that_do_not_fit(corpus, tmp_path, damage):
     path = tmp_path / "out/pretrain_32.pth"
     path.parent.mkdir()
-    shape = {"num_hidden_layers": 1 if damage == "another shape" else 2}
+    shape = {"num_hidden_layers": 2 if damage == "another shape" else 1}
     shape |= {"tokenizer_sha256": "0" * 64 if damage == "another tokenizer" else None}
     save_weights(MiniMindForCausalLM(MiniMindConfig(hidden_size=32, **shape)), path)
     content = path.read_bytes()
     says = {
-        "another shape": f"error: --num_hidden_layers 2: --from_weight {path} is of 1; leave the flag out",
+        "another shape": f"error: --num_hidden_layers 1: --from_weight {path} is of 2; leave the flag out",
         "cut off": f"error: weights {path}: not a readable weights file",
         "another tokenizer": "the tokenizer has other tokens than the one of the weights",
     }
