@@ -223,9 +223,9 @@ def describe(plan: Plan, seconds: float) -> list[str]:
             f"instead of {rules.PASSES}"
         )
     lines += [
-        f"  {stage.args.save_weight}: {stage.exercises:,} tokens of a pass are exercises in copying"
+        f"  {stage.args.save_weight}: {stage.added:,} tokens of a pass were added by the plan"
         for stage in plan.stages
-        if stage.exercises
+        if stage.added
     ]
     if plan.limit == "data":
         left = duration(seconds - total_seconds(plan.stages))

@@ -18,10 +18,10 @@ from dataset.held_out import Split
 from dataset.lm_dataset import StageDataset
 from dataset.messages import BadRecord
 from dataset.mixing import MixedDataset
-from dataset.records import parse, turns_of
+from dataset.records import Chat, parse, turns_of
 from dataset.token_cache import load_tokenizer
 from scripts import train_tokenizer
-from scripts.planning import exercises, rules, trial, variants
+from scripts.planning import early, exercises, rules, trial, variants
 from scripts.planning.machine import Cost, measure
 from scripts.teaching.material import files_of, runs_before
 from trainer import train_full_sft, train_pretrain
@@ -60,13 +60,13 @@ class Stage:
     answer_tokens: int = 0  # tokens of the longest answers to the questions of an evaluation
     cost: Cost = field(default_factory=Cost)
     peak: float = 0.0  # measured bytes of an update on a GPU
-    exercises: int = 0  # tokens of exercises in copying in an epoch
+    added: int = 0  # tokens of an epoch that the plan has written beside the data
     goes_on: bool = False  # whether it trains a given model (--from_weight), whose shape is given, too
 
     @property
     def has_few_conversations(self) -> bool:
         """Whether it is SFT on few conversations, which has separate rules."""
-        tokens = self.own_data.num_tokens - self.exercises
+        tokens = self.own_data.num_tokens - self.added
         return self.script is train_full_sft and tokens < rules.FEW_TOKENS
 
     @property
@@ -207,9 +207,9 @@ def open_stages(args: argparse.Namespace) -> list[Stage]:
         return [pretrain]
     text = str(pretrain.args.data_path)
     sft = open_sft(args, tokenizer_path, f"{text},{earlier}" if earlier else text)
-    # exercises would take the place of the earlier texts, which such a model needs more
+    # what is added would take the place of the earlier texts, which such a model needs more
     if pretrain.repeats_itself and sft.has_few_conversations and not earlier:
-        return with_exercises(args, pretrain, sft)
+        return with_exercises(args, pretrain, sft) or with_early(args, pretrain, sft)
     return [pretrain, sft]
 
 
@@ -234,13 +234,13 @@ def find_earlier_texts(args: argparse.Namespace) -> str | None:
 
 
 def with_exercises(args: argparse.Namespace, pretrain: Stage, sft: Stage) -> list[Stage]:
-    """Both stages with exercises in copying beside their data, if they need any. Pretraining reads other ones
-    in each pass, SFT those of one pass."""
+    """Both stages with exercises in copying beside their data; none if they need no exercises. Pretraining
+    reads other ones in each pass, SFT those of one pass."""
     text, conversations = str(pretrain.args.data_path), str(sft.args.data_path)
     variants_path = write_variants(args, conversations, Split(sft.args.eval_share))
     paths = write_exercises(args, pretrain, bool(variants_path))
     if not paths:
-        return [pretrain, sft]
+        return []
     more = {"replay_data_path": ",".join(paths), "replay_share": exercises.SHARE / (1 + exercises.SHARE)}
     tokenizer_path = pretrain.args.tokenizer_path
     longer = open_stage(args, train_pretrain, text, tokenizer_path, **more)
@@ -252,9 +252,23 @@ def with_exercises(args: argparse.Namespace, pretrain: Stage, sft: Stage) -> lis
     more_sft = longer_sft.own_data.num_tokens - sft.own_data.num_tokens
     passes = rules.few_passes(len(longer_sft.data))
     return [
-        replace(longer, most_passes=pretrain.most_passes, exercises=tokens),
-        replace(longer_sft, most_passes=passes, exercises=more_sft),
+        replace(longer, most_passes=pretrain.most_passes, added=tokens),
+        replace(longer_sft, most_passes=passes, added=more_sft),
     ]
+
+
+def with_early(args: argparse.Namespace, pretrain: Stage, sft: Stage) -> list[Stage]:
+    """Both stages, pretraining with the conversations that SFT trains beside its text."""
+    text, path = str(pretrain.args.data_path), f"{args.save_dir}/{early.FILE}"
+    found = read_conversations(str(sft.args.data_path), Split(sft.args.eval_share))
+    characters = sum(map(len, read_texts(args, text, Split(pretrain.args.eval_share))))
+    if not early.write_early([record for record, _ in found], Path(path), characters):
+        return [pretrain, sft]
+    say(f"conversations in pretraining: {path}; a model that meets questions early finds more answers")
+    more = {"replay_data_path": path, "replay_share": early.RATIO / (1 + early.RATIO)}
+    longer = open_stage(args, train_pretrain, text, pretrain.args.tokenizer_path, **more)
+    tokens = round(longer.data.mean_tokens * len(longer.data)) - longer.own_data.num_tokens
+    return [replace(longer, most_passes=pretrain.most_passes, added=tokens), sft]
 
 
 def open_sft(args: argparse.Namespace, tokenizer_path: str, text: str | None = None) -> Stage:
@@ -361,8 +375,14 @@ def can_be_added(path: str, data: str) -> bool:
 
 
 def read_turns(path: str, split: Split) -> Iterator[variants.Turn]:
-    """Each question and its answer in the conversations of a data path. A record that cannot be read is left
-    out; the stage has named it."""
+    """Each question and its answer in the conversations of a data path."""
+    for _, chat in read_conversations(path, split):
+        yield from (turn for turn in turns_of(chat) if turn[1])
+
+
+def read_conversations(path: str, split: Split) -> Iterator[tuple[dict[str, Any], Chat]]:
+    """The records of a data path with their conversations. A record that cannot be read is left out; the
+    stage has named it."""
     paths = expand_paths(path)
     for _, record in split.choose(read_records(paths), paths, is_document=False):
         if isinstance(record, BadRecord):
@@ -371,7 +391,7 @@ def read_turns(path: str, split: Split) -> Iterator[variants.Turn]:
             chat = parse(record, "sft").chats[0]
         except Exception:  # data may hold anything
             continue
-        yield from (turn for turn in turns_of(chat) if turn[1])
+        yield record, chat
 
 
 def read_texts(args: argparse.Namespace, path: str, split: Split | None = None) -> Iterator[str]:

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -487,11 +488,46 @@ def test_text_that_repeats_itself_is_read_more_often_and_replayed_beside_few_con
     made, others = folder / "exercises.jsonl", folder / "more_exercises.jsonl"
     assert (pretrain.data_path, pretrain.replay_data_path) == (str(facts / "text.jsonl"), f"{made},{others}")
     assert pretrain.replay_share == pytest.approx(0.8 / 1.8)
-    assert "pretrain: " in out and "tokens of a pass are exercises in copying" in out
+    assert "pretrain: " in out and "tokens of a pass were added by the plan" in out
     assert sft.data_path == str(facts / "chats.jsonl")  # answers about facts have no variants
     assert sft.replay_data_path == f"{facts / 'text.jsonl'},{made}" and sft.batch_size == 8
     assert 30 < sft.epochs <= rules.FEW_MAX_PASSES and sft.eval_share == 0.1 and sft.optimizer == "muon"
     assert "teach how to answer" not in out and "different tokens" not in out
+
+
+def test_pretraining_reads_the_conversations_that_sft_does_not_hold_out(start, tmp_path):
+    """Where the text needs no exercises, because each document says a name twice."""
+    rng, folder = random.Random(1), tmp_path / "plan"
+    ports = {f"{a}{b}": rng.choice(["Wick", "Tarn", "Orla"]) for a in ["Ba", "Be", "Bo"] for b in LETTERS}
+    texts = [
+        f"The {n} is at home in {v}. In winter the {n} lies in {v}. This is letter {number}."
+        for n, v in ports.items()
+        for number in range(12)
+    ]
+    rng.shuffle(texts)
+    text = write_jsonl(tmp_path / "text.jsonl", [{"text": text} for text in texts])
+    records = [
+        {"prompt": f"Where is the {n} {when}?", "completion": f"The {n} is in {v}."}
+        for n, v in ports.items()
+        for when in ("at home", "in winter", "now")
+    ]
+    chats = write_jsonl(tmp_path / "chats.jsonl", records)
+    paths = {"pretrain_data": text, "sft_data": chats, "save_dir": folder}
+    out = start("--depth", 1, "--hours", 1, tokenizer_path=SHIPPED, **paths)
+    pretrain, sft, _ = commands(folder)
+    pretrain = parse_args(train_pretrain.Args, "", pretrain[2:])
+    sft = parse_args(train_full_sft.Args, "", sft[2:])
+    made = folder / "early_conversations.jsonl"
+    assert f"conversations in pretraining: {made}" in out and "tokens of a pass were added by the plan" in out
+    assert pretrain.replay_data_path == str(made) and sft.replay_data_path == str(text)
+    assert pretrain.replay_share == pytest.approx(0.25)
+    trained = Split(sft.eval_share)
+    written = [json.loads(line) for line in made.read_text("utf-8").splitlines()]
+    expected = [record for record in records if trained.includes(record["prompt"])]
+    assert 0 < len(expected) < len(records)
+    counts = Counter(record["prompt"] for record in written)
+    assert counts.keys() == {record["prompt"] for record in expected} and len(set(counts.values())) == 1
+    assert all(record in expected for record in written)
 
 
 def test_answers_that_only_repeat_a_word_get_variants_in_sft(start, facts, tmp_path):
