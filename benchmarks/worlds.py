@@ -212,7 +212,7 @@ def handbook_files(seed: int) -> Files:
             told += [left[name].pop().word(rng, "sentences") for _ in left[name][: rng.randint(1, 4)]]
             if rng.random() < 0.3:
                 told.append(rng.choice(world["filler"]))
-        left = {name: facts for name, facts in left.items() if facts}
+        left = {name: untold for name, untold in left.items() if untold}
         texts.append({"text": " ".join(told)})
 
     def answer(fact: Fact) -> str:

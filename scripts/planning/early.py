@@ -1,8 +1,8 @@
 """Conversations that pretraining reads beside a text.
 
-A model that has only read a text knows what it says, but a few hundred conversations in SFT hardly teach it
-to find this by a question. A model that meets questions and answers while it learns the facts finds more of
-them (Allen-Zhu and Li, arXiv:2309.14316). Measurements: docs/dev/LOG.md, "Texts that the rules had not seen".
+A model that has only read a text has learned its facts. A few hundred conversations in SFT hardly teach it to
+answer questions about them. It answers more questions if pretraining contains conversations, too (Allen-Zhu
+and Li, arXiv:2309.14316). Measurements: docs/dev/LOG.md, "Texts that the rules had not seen".
 """
 
 import json
@@ -19,8 +19,12 @@ MOST_CHARACTERS = 1e7  # of the file
 
 
 def write_early(records: Sequence[dict[str, Any]], path: Path, characters: float) -> bool:
-    """Write these conversations into a JSON Lines file, as often as RATIO asks for beside a text of so many
-    characters, but at least once. Returns whether there are any. The same records give the same file."""
+    """Write these conversations into a JSON Lines file. They are repeated until they have RATIO times the
+    characters of the text, and written at least once. The same records give the same file. Returns whether
+    there are any.
+
+    characters: those of the text.
+    """
     if not records:
         return False
     length = sum(len(json.dumps(record, ensure_ascii=False)) for record in records)

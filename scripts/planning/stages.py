@@ -209,7 +209,7 @@ def open_stages(args: argparse.Namespace) -> list[Stage]:
     sft = open_sft(args, tokenizer_path, f"{text},{earlier}" if earlier else text)
     # what is added would take the place of the earlier texts, which such a model needs more
     if pretrain.repeats_itself and sft.has_few_conversations and not earlier:
-        return with_exercises(args, pretrain, sft) or with_early(args, pretrain, sft)
+        return with_exercises(args, pretrain, sft) or with_early_conversations(args, pretrain, sft)
     return [pretrain, sft]
 
 
@@ -241,34 +241,34 @@ def with_exercises(args: argparse.Namespace, pretrain: Stage, sft: Stage) -> lis
     paths = write_exercises(args, pretrain, bool(variants_path))
     if not paths:
         return []
-    more = {"replay_data_path": ",".join(paths), "replay_share": exercises.SHARE / (1 + exercises.SHARE)}
-    tokenizer_path = pretrain.args.tokenizer_path
-    longer = open_stage(args, train_pretrain, text, tokenizer_path, **more)
+    longer = with_texts_beside(args, pretrain, ",".join(paths), exercises.SHARE)
     settings = {"eval_share": sft.args.eval_share, "replay_data_path": f"{text},{paths[0]}"}
     settings["replay_share"] = rules.REPLAY_SHARE
     data = f"{conversations},{variants_path}" if variants_path else conversations
-    longer_sft = open_stage(args, train_full_sft, data, tokenizer_path, **settings)
-    tokens = round(longer.data.mean_tokens * len(longer.data)) - longer.own_data.num_tokens
+    longer_sft = open_stage(args, train_full_sft, data, pretrain.args.tokenizer_path, **settings)
     more_sft = longer_sft.own_data.num_tokens - sft.own_data.num_tokens
     passes = rules.few_passes(len(longer_sft.data))
-    return [
-        replace(longer, most_passes=pretrain.most_passes, added=tokens),
-        replace(longer_sft, most_passes=passes, added=more_sft),
-    ]
+    return [longer, replace(longer_sft, most_passes=passes, added=more_sft)]
 
 
-def with_early(args: argparse.Namespace, pretrain: Stage, sft: Stage) -> list[Stage]:
-    """Both stages, pretraining with the conversations that SFT trains beside its text."""
+def with_early_conversations(args: argparse.Namespace, pretrain: Stage, sft: Stage) -> list[Stage]:
+    """Both stages. Pretraining also reads the conversations, without those that SFT holds out."""
     text, path = str(pretrain.args.data_path), f"{args.save_dir}/{early.FILE}"
     found = read_conversations(str(sft.args.data_path), Split(sft.args.eval_share))
     characters = sum(map(len, read_texts(args, text, Split(pretrain.args.eval_share))))
     if not early.write_early([record for record, _ in found], Path(path), characters):
         return [pretrain, sft]
     say(f"conversations in pretraining: {path}; a model that meets questions early finds more answers")
-    more = {"replay_data_path": path, "replay_share": early.RATIO / (1 + early.RATIO)}
+    return [with_texts_beside(args, pretrain, path, early.RATIO), sft]
+
+
+def with_texts_beside(args: argparse.Namespace, pretrain: Stage, path: str, ratio: float) -> Stage:
+    """Pretraining that also reads the texts of this path. ratio: their tokens for a token of its own text."""
+    more = {"replay_data_path": path, "replay_share": ratio / (1 + ratio)}
+    text = str(pretrain.args.data_path)
     longer = open_stage(args, train_pretrain, text, pretrain.args.tokenizer_path, **more)
-    tokens = round(longer.data.mean_tokens * len(longer.data)) - longer.own_data.num_tokens
-    return [replace(longer, most_passes=pretrain.most_passes, added=tokens), sft]
+    added = round(longer.data.mean_tokens * len(longer.data)) - longer.own_data.num_tokens
+    return replace(longer, most_passes=pretrain.most_passes, added=added)
 
 
 def open_sft(args: argparse.Namespace, tokenizer_path: str, text: str | None = None) -> Stage:

@@ -1,9 +1,8 @@
 """An update of each stage, with the rollout of those that have one, on fake CUDA tensors: they have shapes,
 dtypes and devices, but no numbers.
 
-Run with fake_cuda.cpp's library preloaded, it prints a JSON object: for each of CASES (with `--slow`, otherwise without
-SLOW) what made the host wait
-for the device in the rollout, in the update and in the judging of held-out prompts, the devices of the tensors that met in operators, the names of the operators,
+Run with fake_cuda.cpp's library preloaded, it prints a JSON object. Without `--slow` the cases of SLOW are left out. It holds
+for each of CASES what made the host wait for the device in the rollout, in the update and in the judging of held-out prompts, the devices of the tensors that met in operators, the names of the operators,
 the lengths of the answers, and how many graphs there are after each of some updates of a compiled model.
 """
 

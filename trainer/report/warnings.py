@@ -259,8 +259,9 @@ def held_out_sentences(
         return found
     if sign * (now[name] - best[name]) > SAME * abs(best[name]):
         values |= {"best": best[name], "best_update": best["update"], "best_weights": facts["best_weights"]}
-        right_now = now.get("eval_answers") or 0.0
-        if name == "eval_loss" and best.get("eval_answers", right_now) < right_now:
+        right_then, right_now = best.get("eval_answers"), now.get("eval_answers")
+        is_known = name == "eval_loss" and right_then is not None and right_now is not None
+        if is_known and right_then < right_now:
             return [*found, ("fewer right", values)]
         trained_then, trained_now = best.get("mean_loss"), now.get("mean_loss")
         has_fallen = bool(trained_then and trained_now and trained_now < 0.99 * trained_then)

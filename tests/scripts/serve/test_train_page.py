@@ -130,7 +130,7 @@ def check_screen(page, *data: str, widths: tuple[int, ...] = WIDTHS) -> None:
 
 def check_everywhere(page, title: str, *data: str) -> None:
     """In this state the page is the same after a reload, and `check_screen` holds on a narrow screen. The tests of
-    screens have the same states on a wide one."""
+    screens look at the main states on a wide one."""
     state = lambda: (page.text("#train-title"), page.texts(f"{BODY} button"))  # noqa: E731
     before = state()
     assert before[0] == title

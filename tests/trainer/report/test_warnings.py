@@ -178,13 +178,15 @@ def test_a_held_out_loss_that_rises_beside_a_training_loss_that_does_not_fall_is
     assert "the best, 4.000, was at update 80" in said and "overfitting" not in said
 
 
-@pytest.mark.parametrize(("right_then", "right_now"), [(0.4, 0.6), (0.6, 0.6), (0.6, 0.4)])
+@pytest.mark.parametrize(
+    ("right_then", "right_now"), [(0.4, 0.6), (0.6, 0.6), (0.6, 0.4), (None, 0.6), (0.6, None)]
+)
 def test_a_lower_loss_with_fewer_right_answers_is_not_the_best(right_then, right_now):
     found = records(FALLING, {8: 4.0, 12: 4.5})
     found[7] |= {"asked": 50, "eval_answers": right_then}
     found[11] |= {"asked": 50, "eval_answers": right_now}
     said = verdict(found, FACTS)
-    is_fewer = right_then < right_now
+    is_fewer = (right_then, right_now) == (0.4, 0.6)
     assert ("it was 4.000 at update 80, but fewer answers were right then" in said) == is_fewer
     assert ("the best, 4.000, was at update 80" in said) == ("overfitting" in said) == (not is_fewer)
 
