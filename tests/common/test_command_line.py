@@ -113,10 +113,10 @@ def test_a_name_that_is_not_utf8_is_told_as_such():
 
 def test_lines_do_not_end_a_run_whose_terminal_is_gone():
     """stdout and stderr are pipes that nobody reads."""
-    code = "import time, os; time.sleep(1); say('x'); warn('y'); os._exit(7)"
-    process = python(code)
-    process.stdout.close()
-    process.stderr.close()
+    code = "import os; sys.stdin.read(); say('x'); warn('y'); os._exit(7)"
+    process = python(code, stdin=subprocess.PIPE)
+    for pipe in (process.stdout, process.stderr, process.stdin):  # the last one lets it go on
+        pipe.close()
     assert process.wait(60) == 7
 
 
@@ -127,10 +127,13 @@ def test_under_torchrun_a_mistake_is_told_by_each_rank_and_a_signal_once():
         1: ("LostRank('rank 1: another rank ended')", 2, "error: rank 1: another rank ended\n"),
         2: ("Interrupted(15, 'by SIGTERM')", 143, ""),
     }
-    processes = []
+    processes, briefly = (
+        [],
+        "import common.command_line as c; c.FAILED_RANK_PAUSE = 0.2\n    ",
+    )  # no torchrun waits
     for rank, (error, _, _) in cases.items():
         env = os.environ | rank_variables(rank, 3, 29500)
-        processes.append(python(f"raise {error}", env=env, text=True))
+        processes.append(python(f"{briefly}raise {error}", env=env, text=True))
     for process, (_, status, line) in zip(processes, cases.values(), strict=True):
         assert process.communicate() == ("", line) and process.returncode == status
 

@@ -16,7 +16,7 @@ import torch
 from dataset.token_cache import load_tokenizer
 from model.model_minimind import MiniMindConfig, MiniMindForCausalLM
 from tests.conftest import ROOT, write_jsonl
-from tests.stage_process import QUICK_RATE, Faults, StageProcess, run
+from tests.stage_process import FORKED_RANKS, QUICK_RATE, Faults, StageProcess, run
 from tests.trainer.stage_flags import flags, records
 from trainer.report.metrics import read_metrics
 from trainer.weights.files import half_weights
@@ -48,7 +48,8 @@ def test_without_data_one_line_says_how_to_get_some(clone):
     assert folder == str(clone / "dataset/demo") and (clone / "dataset/demo/sft.jsonl").is_file()
 
 
-def test_the_users_launch_lines_as_typed(clone):
+@pytest.mark.parametrize("start", ["forked", pytest.param("as typed", marks=pytest.mark.slow)])
+def test_the_users_launch_lines(clone, start):
     """Two ranks from pretrained weights with the default data, epochs and batch size given, and resumed. The
     default model is made smaller."""
     settings = clone / "common/settings.py"
@@ -66,15 +67,19 @@ def test_the_users_launch_lines_as_typed(clone):
     )
     (clone / "out").mkdir()
     torch.save(half_weights(MiniMindForCausalLM(shape)), clone / "out" / "pretrain_32.pth")
-    env = os.environ | {
-        "PYTHONPATH": str(clone),
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-    }
-    launch = "CUDA_VISIBLE_DEVICES=2,3 torchrun --nproc_per_node 2 train_full_sft.py"
-    options = {"cwd": clone / "trainer", "env": env, "capture_output": True, "text": True, "timeout": 240}
-    first = subprocess.run(launch, shell=True, **options)
-    assert first.returncode == 0, first.stdout[-2000:] + first.stderr[-3000:]
-    assert "done: 4 updates" in first.stdout and (clone / "out/full_sft_32.pth").is_file()
+    words = ["--nproc_per_node", "2", "train_full_sft.py"]
+    if start == "forked":
+        script = f"os.chdir({str(clone / 'trainer')!r})\n{FORKED_RANKS}"
+        first = run("torch.distributed.run", words, Faults(script=script), CUDA_VISIBLE_DEVICES="2,3").out
+    else:
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        env = os.environ | {"PYTHONPATH": str(clone), "PATH": path}
+        launch = f"CUDA_VISIBLE_DEVICES=2,3 torchrun {shlex.join(words)}"
+        options = {"cwd": clone / "trainer", "env": env, "capture_output": True, "text": True, "timeout": 240}
+        done = subprocess.run(launch, shell=True, **options)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+        first = done.stdout
+    assert "done: 4 updates" in first and (clone / "out/full_sft_32.pth").is_file()
     argv = ["--epochs", "3", "--extend_epochs", "1", "--batch_size", "16", "--from_resume", "1"]
     again = run(str(clone / "trainer/train_full_sft.py"), argv, ranks=2)
     assert "resuming full_sft at epoch 2, update 4 of 6" in again.out and "done: 6 updates" in again.out

@@ -615,7 +615,7 @@ def test_of_a_large_file_only_the_first_bytes_are_read(client, tmp_path, monkeyp
 
 
 def test_others_are_served_while_a_file_is_looked_at_and_a_look_is_made_once(client, tmp_path, monkeypatch):
-    monkeypatch.setattr(uploads, "LOOK_SECONDS", 4)
+    monkeypatch.setattr(uploads, "LOOK_SECONDS", 2)
     arrow_of_nulls(tmp_path / "nulls.arrow")
     nulls, looked, look_at = (tmp_path / "nulls.arrow").read_bytes(), [], uploads.look_at
     monkeypatch.setattr(uploads, "look_at", lambda path, *name: looked.append(path) or look_at(path, *name))

@@ -32,7 +32,7 @@ def test_a_rank_that_hangs_is_noticed_by_the_others(corpus, tmp_path):
     """SIGSTOP: its connections stay open. The store is torchrun's, so that rank 0 may hang as well."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     env = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    argv = flags(corpus, tmp_path, "pretrain", rank_timeout=3)
+    argv = flags(corpus, tmp_path, "pretrain", rank_timeout=2)
     ranks = start_ranks(3, "pretrain", argv, {0: Faults(signals={2: signal.SIGSTOP})}, **env)
     others = ranks[1:]
     assert [rank.wait(60) for rank in others] == [2, 2], others[0].err
@@ -58,7 +58,7 @@ def test_ranks_that_torchrun_starts_again_resume_by_themselves(corpus, tmp_path)
         ranks[1 - victim].send(signal.SIGKILL)  # as torchrun does, sooner or later
         ranks[1 - victim].wait()
     # rank 0 must not take what is in the store for rank 1
-    late = {1: Faults(script="import time; time.sleep(1.5)")}
+    late = {1: Faults(script="import time; time.sleep(0.7)")}
     ranks = start_ranks(2, "pretrain", argv, late, **env)
     assert [rank.wait() for rank in ranks] == [0, 0] and "resuming pretrain at epoch 1" in ranks[0].out
     assert_same_run(tmp_path / "whole", tmp_path / "again", "pretrain_32")
