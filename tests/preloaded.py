@@ -25,6 +25,7 @@ from model import model_minimind
 from trainer import train_full_sft, train_pretrain
 from trainer.checkpoint import run, same_run  # noqa: F401
 from trainer.optim.build import build_optimizer
+from trainer.rollouts import ppo, settings  # noqa: F401
 from trainer.weights import config
 
 # Tokenizers, as nearly every run loads two of this folder: each of them is given away once
@@ -45,7 +46,8 @@ AutoTokenizer.from_pretrained = spare_or_loaded
 
 
 def use_once() -> None:
-    """Do what is slow at its first use in a process: validate settings, train a model, save and load it."""
+    """Do what is slow at its first use in a process: validate settings, train a model, save and load it, render a
+    conversation."""
     for script in (train_pretrain, train_full_sft):
         args = parse_args(script.Args, script.__doc__, ["--hidden_size", "32", "--num_hidden_layers", "1"])
     with torch.random.fork_rng(devices=[]):
@@ -60,6 +62,8 @@ def use_once() -> None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
+    # keeps the compiled template
+    spare[0].apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
     file = io.BytesIO()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
     file.seek(0)

@@ -21,10 +21,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 import common
 import common.command_line
 import trainer.stage
+from trainer.devices import process_group
 from trainer.weights.tensor_file import Writer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -162,6 +164,7 @@ def _child(stage: str, argv: list[str], faults: Faults, env: dict[str, str], fol
     os.fsync = lambda descriptor: None
     torch.set_num_threads(1)
     common.command_line.FAILED_RANK_PAUSE = 0.2  # no torchrun waits for these ranks
+    process_group.MEETING_INTERVAL = 0.005
     multiprocessing.set_start_method("fork", force=True)  # of the data loader, as in a run started by hand
     if faults.file_limit:
         resource.setrlimit(resource.RLIMIT_FSIZE, (faults.file_limit, resource.RLIM_INFINITY))
@@ -309,12 +312,17 @@ def torchrun(script: Path, argv: list) -> StageProcess:
 def start_ranks(
     count: int, stage: str, argv: list, faults: dict[int, Faults] | None = None, **env: str
 ) -> list[StageProcess]:
-    """Several ranks as torchrun would start them; `faults` by rank."""
-    port, env = free_port(), {"LOCAL_WORLD_SIZE": str(count)} | env
-    return [
-        StageProcess(stage, argv, (faults or {}).get(rank), **rank_variables(rank, count, port) | env)
+    """Several ranks as torchrun would start them, with a store like torchrun's: a rank that asked for one of rank 0
+    before it listens would sleep for half a second. `faults` by rank."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    env = {"LOCAL_WORLD_SIZE": str(count), "TORCHELASTIC_USE_AGENT_STORE": "True"} | env
+    processes = [
+        StageProcess(stage, argv, (faults or {}).get(rank), **rank_variables(rank, count, store.port) | env)
         for rank in range(count)
     ]
+    for process in processes:
+        process.store = store  # it is there as long as they are
+    return processes
 
 
 def run(

@@ -1,6 +1,7 @@
 """What the checks share: a small model whose parts all matter, its gradients after an update of the training
 loop, and the same gradients by stock transformers in float32 on the CPU."""
 
+import os
 from functools import cache
 from typing import Any
 
@@ -24,6 +25,7 @@ from trainer.objectives.next_token import NextToken
 from trainer.optim.build import build_optimizer
 
 SHAPES = {"dense": False, "moe": True}  # use_moe
+WIDTH = 512 if "GPU_CHECK" in os.environ else 256  # in the suite, on a CPU, smaller
 # tokens of the samples of each micro-batch of the update whose gradients are compared; one has none
 WINDOW = ((150, 1, 33), (64, 7), (), (90, 40))
 # Largest distances of a gradient from the right one, as a share of its norm: some three times what rounding
@@ -50,7 +52,7 @@ def micro_batch(number: int, lengths: tuple[int, ...]) -> dict[str, Any]:
     return collate_flat([samples(number, lengths)])
 
 
-def new_model(use_moe: bool, width: int = 512) -> MiniMindForCausalLM:
+def new_model(use_moe: bool, width: int = WIDTH) -> MiniMindForCausalLM:
     """A small model on the CPU, the same at every call; with experts each token has two, and the
     load-balancing loss counts enough to be compared."""
     torch.manual_seed(0)

@@ -37,7 +37,7 @@ def write_prompts(folder: Path) -> dict[str, Path]:
 def rollout_flags(prompts: dict[str, Path], folder: Path, **extra) -> list[str]:
     """A small run; `extra` replaces its settings."""
     own = {"from_weight": "none", "reward": "length,repetition=0.5", "max_gen_len": 6, "save_interval": 2}
-    own |= {"batch_size": 4, "max_seq_len": 32, "eval_interval": 3, "epochs": 1, "sample_prompts": "auto"}
+    own |= {"batch_size": 4, "max_seq_len": 32, "eval_interval": 3, "epochs": 1}
     return flags(prompts, folder, "rl", **own | extra)
 
 

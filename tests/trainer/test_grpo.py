@@ -53,7 +53,7 @@ def test_what_the_first_rollout_would_notice_ends_the_run_before_it(stage, recor
 def test_a_killed_run_ends_with_the_same_bits(prompts, tmp_path):
     """First stopped in the second rollout of an update, of which the first one must not count twice."""
     settings = {"num_iterations": 2, "epsilon": 0.1, "beta": 0.1, "temperature": 0.8}
-    settings |= {"batch_size": 2, "accumulation_steps": 2, "max_steps": 8}
+    settings |= {"batch_size": 2, "accumulation_steps": 2, "max_steps": 8, "sample_prompts": "auto"}
     run("grpo", grpo_flags(prompts, tmp_path / "whole", **settings))
     assert len({tuple(record[:4]) for record in records(tmp_path / "whole", "grpo_32", SAMPLED)}) == 8
     again = grpo_flags(prompts, tmp_path / "killed", from_resume=1, **settings)
@@ -71,7 +71,7 @@ def test_accumulation_and_ranks_change_nothing(prompts, tmp_path):
     """The completions and the updates are those of one process; a killed run ends with the
     same bits."""
     settings = {"num_iterations": 2, "loss_type": "grpo", "use_moe": 1, "beta": 0.05}
-    settings |= {"sample_prompts": "none", "eval_interval": 0, "max_steps": 4}
+    settings |= {"eval_interval": 0, "max_steps": 4}
     run("grpo", grpo_flags(prompts, tmp_path / "one", **settings, batch_size=8))
     cut = settings | {"batch_size": 2, "accumulation_steps": 2}
     two = run("grpo", grpo_flags(prompts, tmp_path / "two", **cut), ranks=2)

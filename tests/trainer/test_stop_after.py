@@ -94,7 +94,7 @@ def test_early_stopping_counts_over_the_sessions(corpus, tmp_path):
 def test_in_the_middle_of_the_updates_on_a_rollout(tmp_path, stage):
     prompts = write_prompts(tmp_path)
     more = {"grpo": {"num_generations": 4, "epsilon": 0.1}, "ppo": {}}[stage]
-    settings = {"num_iterations": 3, "max_steps": 9, "from_resume": 1, **more}
+    settings = {"num_iterations": 3, "max_steps": 9, "from_resume": 1, "sample_prompts": "auto", **more}
     run(stage, rollout_flags(prompts, tmp_path / "whole", **settings))
     said = in_sessions(stage, rollout_flags(prompts, tmp_path / "sessions", **settings), 4)
     assert len(said) == 3  # of nine updates, three on each rollout

@@ -173,7 +173,8 @@ def test_ranks_and_shards(corpus, tmp_path):
 
 
 def test_a_stage_with_rewards_shows_rollouts_and_held_out_prompts(tmp_path):
-    run("grpo", rollout_flags(write_prompts(tmp_path), tmp_path, num_generations=2))
+    settings = {"num_generations": 2, "sample_prompts": "auto"}
+    run("grpo", rollout_flags(write_prompts(tmp_path), tmp_path, **settings))
     *_, last = [sample for sample in texts(tmp_path, "grpo_32") if sample]
     assert [("reward" in each) for each in last] == [True, True, False, False, False]
     assert [each["prompt"] for each in last[2:]] == ["river!", "stone!", "fox!"]

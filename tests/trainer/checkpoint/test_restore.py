@@ -296,7 +296,7 @@ def test_the_first_save_changes_nothing_on_two_ranks(corpus, tmp_path):
     """As a run that does not look, dropout and Muon included."""
     script = CALLBACK.format(load='self.count = saved["count"]')
     for name, more in (("looks", ""), ("not", DOES_NOT_LOOK)):
-        settings = SHORT | {"accumulation_steps": 2, "dropout": 0.1, "optimizer": "muon"}
+        settings = SHORT | {"max_steps": 3, "accumulation_steps": 2, "dropout": 0.1, "optimizer": "muon"}
         argv = flags(corpus, tmp_path / name, "sft", **settings)
         process = run("sft", argv, Faults(script=script + more), ranks=2)
         assert "differs from that on rank 0" not in process.err
@@ -307,14 +307,14 @@ def test_a_callback_that_counts_time_is_no_reason_to_end_a_run(corpus, tmp_path)
     script = CALLBACK.format(load='self.start = time.monotonic() - saved["count"]')
     script = script.replace('"count": self.count', '"count": time.monotonic() - self.start')
     script = f"import time\n{script}\nCounter.start = 0.0\n"
-    run("sft", flags(corpus, tmp_path, "sft", **SHORT), Faults(script=script))
+    run("sft", flags(corpus, tmp_path, "sft", **SHORT | {"max_steps": 1}), Faults(script=script))
 
 
 def test_the_first_save_is_restored_by_the_way_of_a_resume(corpus, tmp_path):
     """The callback is given what it saved, once, and the run has the bits of one that does not look."""
     script = CALLBACK.format(load='self.count = saved["count"]; print("given", saved, flush=True)')
     for name, more in (("looks", ""), ("not", DOES_NOT_LOOK)):
-        settings = SHORT | {"accumulation_steps": 2, "dropout": 0.1}
+        settings = SHORT | {"max_steps": 3, "accumulation_steps": 2, "dropout": 0.1}
         process = run("sft", flags(corpus, tmp_path / name, "sft", **settings), Faults(script=script + more))
         assert process.out.count("given {'count': 1}") == (name == "looks")
     assert_same_run(tmp_path / "looks", tmp_path / "not", "full_sft_32")
@@ -701,7 +701,7 @@ def test_a_module_that_rank_0_alone_has_loaded_is_no_other_code(corpus, tmp_path
         (tmp_path / f"{name}.py").write_text("VALUE = 1\n")
     script = f"sys.path.insert(0, {str(tmp_path)!r})\nimport both\n"
     script += "if os.environ['RANK'] == '0':\n    import plots\n"
-    argv = flags(corpus, tmp_path, "sft", **SHORT)
+    argv = flags(corpus, tmp_path, "sft", **SHORT | {"max_steps": 1})
     run(where, ["--task", "full_sft", *argv] if where == "engine" else argv, Faults(script=script), ranks=2)
     sources = saved_state(tmp_path, "full_sft_32")["code"]["sources"]
     assert {"both.py", "plots.py"} <= sources.keys()

@@ -30,10 +30,8 @@ def test_a_rank_that_ends_with_an_error_ends_the_others(corpus, tmp_path):
 
 def test_a_rank_that_hangs_is_noticed_by_the_others(corpus, tmp_path):
     """SIGSTOP: its connections stay open. The store is torchrun's, so that rank 0 may hang as well."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    env = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     argv = flags(corpus, tmp_path, "pretrain", rank_timeout=2)
-    ranks = start_ranks(3, "pretrain", argv, {0: Faults(signals={2: signal.SIGSTOP})}, **env)
+    ranks = start_ranks(3, "pretrain", argv, {0: Faults(signals={2: signal.SIGSTOP})})
     others = ranks[1:]
     assert [rank.wait(60) for rank in others] == [2, 2], others[0].err
     for rank in others:
@@ -48,7 +46,7 @@ def test_ranks_that_torchrun_starts_again_resume_by_themselves(corpus, tmp_path)
     settings = {"from_weight": "none", "epochs": 1, "batch_size": 4}
     run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", **settings), ranks=2)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    env = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    env = {"MASTER_PORT": str(store.port)}
     argv = flags(corpus, tmp_path / "again", "pretrain", **settings, from_resume=1)
     for victim, micro_batch in ((1, 2), (0, 6)):
         ranks = start_ranks(
