@@ -17,9 +17,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qw
 
 from common.arguments import parse_args
 from common.settings import ROOT
+from dataset import tokenizing
 from dataset.batch import FlatBatch
 from dataset.token_cache import load_tokenizer
-from dataset.tokenizing import fingerprint
 from llm.training import train  # noqa: F401
 from model import model_minimind
 from trainer import train_full_sft, train_pretrain
@@ -31,7 +31,7 @@ from trainer.weights import config
 # Tokenizers, as nearly every run loads two of this folder: each of them is given away once
 FOLDER = ROOT / "model"
 spare = [load_tokenizer(FOLDER) for _ in range(4)]
-fingerprint(spare[0])  # keeps the text of the last tokenizer
+tokenizing.fingerprint(spare[0])  # keeps the text of the last tokenizer
 from_pretrained = AutoTokenizer.from_pretrained
 
 
@@ -81,6 +81,15 @@ for module, names in (
 same_run.code_of_run(torch.optim.SGD([torch.zeros(1)]))
 for tokenizer in spare:
     config.vocabulary_hash(tokenizer)
+texts, size = dict.fromkeys(spare, tokenizing.backend_text(spare[0])), len(spare[0])
+
+
+def text_or_written(tokenizer, write=tokenizing.backend_text):
+    """The backend of a tokenizer of the server, unless tokens were added to it."""
+    return texts[tokenizer] if tokenizer in texts and len(tokenizer) == size else write(tokenizer)
+
+
+tokenizing.backend_text = text_or_written
 # Installed modules are no sources of a run. To look at 2,400 of them copies their pages into each forked process
 INSTALLED = {
     name

@@ -177,19 +177,16 @@ def test_a_second_ctrl_c_stops_within_the_update(corpus, tmp_path):
 
 def test_two_ranks_stop_at_the_same_update(corpus, tmp_path):
     """One of them is told; both save and leave, at the update that both had finished."""
-    argv = flags(corpus, tmp_path, "pretrain", epochs=2, batch_size=4, from_resume=1, save_interval=1000)
+    settings = {"max_steps": 10, "batch_size": 4, "save_interval": 1000}
+    argv = flags(corpus, tmp_path, "pretrain", **settings, from_resume=1)
     ranks = start_ranks(2, "pretrain", argv, {1: Faults(signals={5: signal.SIGTERM})})
     assert [rank.wait(60) for rank in ranks] == [143, 143]
-    assert "stopped: by SIGTERM after update 5 of 16, which is saved" in ranks[0].error_lines[-1]
+    assert "stopped: by SIGTERM after update 5 of 10, which is saved" in ranks[0].error_lines[-1]
     assert saved_state(tmp_path)["update"] == 5 and len(records(tmp_path)) == 5
     ranks = start_ranks(2, "pretrain", argv, {0: Faults(eval_signal=signal.SIGTERM)})  # rank 1 has no signal
     assert [rank.wait(60) for rank in ranks] == [143, 143]
     run("pretrain", argv, ranks=2)
-    run(
-        "pretrain",
-        flags(corpus, tmp_path / "whole", "pretrain", epochs=2, batch_size=4, save_interval=1000),
-        ranks=2,
-    )
+    run("pretrain", flags(corpus, tmp_path / "whole", "pretrain", **settings), ranks=2)
     assert_same_run(tmp_path / "whole", tmp_path)
 
 
