@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import threading
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -116,7 +117,7 @@ class Hub:
 
     def commit(self, repo: str) -> str:
         """The newest commit of a repository: it changes with the files."""
-        return digest(repr(sorted(self.repositories[repo].items())).encode())[:40]
+        return hash_of_files(tuple(sorted(self.repositories[repo].items())))[:40]
 
     def environment(self, cache: Path) -> dict[str, str]:
         """The variables of a process that uses this hub."""
@@ -131,9 +132,16 @@ class Hub:
         self.server.server_close()
 
 
+@cache
 def digest(content: bytes) -> str:
     """SHA-256."""
     return hashlib.sha256(content).hexdigest()
+
+
+@cache
+def hash_of_files(files: tuple[tuple[str, bytes], ...]) -> str:
+    """SHA-256 of names and contents."""
+    return digest(repr(files).encode())
 
 
 def main() -> None:
