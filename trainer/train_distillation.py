@@ -7,10 +7,12 @@ token.
     python train_distillation.py --data_path ... --from_resume 1                                    resume
 
 Reads the conversations of SFT, or with --kind pretrain the text of pretraining (docs/data.md). The loss is
-alpha x cross entropy + (1 - alpha) x temperature^2 x KL divergence of teacher and student, over the
-assistant's tokens, or over all tokens of a text. A teacher may have any shape, but must have the student's
-tokenizer. With several teachers, the student learns the mean of their probabilities. Teachers are not
-changed. Starts from out/full_sft_<hidden_size>[_moe].pth and writes full_dist_... beside it.
+alpha x cross entropy + (1 - alpha) x temperature^2 x KL(teacher, student), over the assistant's tokens, or
+over all tokens of a text. With --on_policy the student writes the last answer of a share of the conversations
+itself, and learns temperature^2 x KL(student, teacher) over it (arXiv:2306.13649). A teacher may have any
+shape, but must have the student's tokenizer. With several teachers, the student learns the mean of their
+probabilities. Teachers are not changed. Starts from out/full_sft_<hidden_size>[_moe].pth and writes
+full_dist_... beside it.
 
 To change this stage, change it here: `Args` (defaults and flags), `Objective`, `schedule`,
 `frozen_parameters`, `open_data`, and in `main` the model.
@@ -39,6 +41,8 @@ from trainer.loop import train_epoch
 from trainer.objectives import base, distillation
 from trainer.optim.build import PRETRAINING_GROUPS
 from trainer.report.trackers import start_tracker
+from trainer.rollouts.own_answers import OwnAnswers, own_metrics
+from trainer.rollouts.settings import too_long
 from trainer.weights.config import model_config
 
 
@@ -58,20 +62,45 @@ class Args(distillation.TeacherArgs):
     kind: Literal["sft", "pretrain"] = setting("sft", "conversations, or the text of pretraining")
     alpha: float = setting(0.5, "share of the cross entropy in the loss", ge=0, le=1)
     temperature: float = setting(1.5, "divides the logits of all models before they are compared", gt=0)
+    on_policy: float = setting(
+        0.0, "share of the conversations whose last answer the student writes itself", ge=0, le=1
+    )
+    max_gen_len: int = setting(256, "longest answer of --on_policy", "tokens", ge=1)
+
+    def contradictions(self) -> list[str]:
+        """Mistakes: flags that have no effect, or that exclude each other."""
+        wrong = super().contradictions()
+        if not self.on_policy:
+            if not self.is_default("max_gen_len"):
+                wrong.append("--max_gen_len has no effect without --on_policy; leave it out")
+            return wrong
+        if self.kind == "pretrain":
+            wrong.append("--on_policy needs prompts, which texts do not have; leave out --kind pretrain")
+        if self.parallel == "fsdp":
+            wrong.append("--parallel fsdp: --on_policy samples from a whole model; use --parallel ddp")
+        if self.on_policy == 1 and not self.is_default("alpha"):
+            wrong.append("--alpha has no effect on the student's own answers (--on_policy 1); leave it out")
+        return wrong + too_long(self.max_seq_len, self.max_gen_len)
 
 
 class Objective(base.Objective):
     """What this stage learns: the answers or the text, and the predictions of the teachers, which are frozen
-    models."""
+    models; with --on_policy also what they say of the student's own answers."""
 
-    console_metrics = ("cross_entropy", "divergence")
+    console_metrics = ("cross_entropy", "divergence", "reverse_divergence", "completion_length")
     # the settings that a held-out metric depends on; the loss depends on none
     held_out_reads: Mapping[str, str] = {
         "divergence": "temperature from_teacher_weight teacher_hidden_size teacher_num_layers teacher_use_moe"
     }
 
     def load_frozen_models(self, args, device):
-        self.teachers = distillation.load_teachers(args, load_tokenizer(args.tokenizer_path), device)
+        tokenizer = load_tokenizer(args.tokenizer_path)
+        self.teachers = distillation.load_teachers(args, tokenizer, device)
+        self.own_answers = OwnAnswers(args, tokenizer)
+
+    def prepare(self, state, micro_batches):
+        """The micro-batches, with the student's own answers in a share of the samples."""
+        return self.own_answers.write(state, micro_batches) if state.args.on_policy else micro_batches
 
     def groups(self, named_parameters, args):
         """With Muon and text, the learning rates of pretraining."""
@@ -80,16 +109,19 @@ class Objective(base.Objective):
     def loss(self, model, batch, args):
         """Sums, each []: the losses over the targets, the load-balancing losses over the tokens, and metrics
         by name over the targets."""
-        cross_entropy, divergence, aux_loss = distillation.distillation_sums(
+        cross_entropy, divergence, reverse_divergence, aux_loss = distillation.distillation_sums(
             model, self.teachers, batch, args.temperature
         )
         loss = args.alpha * cross_entropy + (1 - args.alpha) * args.temperature**2 * divergence
-        return loss, aux_loss, {"cross_entropy": cross_entropy, "divergence": divergence}
+        if not args.on_policy:
+            return loss, aux_loss, {"cross_entropy": cross_entropy, "divergence": divergence}
+        loss = loss + args.temperature**2 * reverse_divergence
+        return loss, aux_loss, own_metrics(batch, cross_entropy, divergence, reverse_divergence)
 
     def held_out(self, model, batch, args):
         """The cross entropy and the divergence of held-out data, each a sum [] over the targets."""
-        _, _, sums = self.loss(model, batch, args)
-        return {"loss": sums["cross_entropy"], "divergence": sums["divergence"]}
+        sums = distillation.distillation_sums(model, self.teachers, batch, args.temperature)
+        return {"loss": sums[0], "divergence": sums[1]}
 
 
 schedule = stage.warmup_cosine  # (update from 1, total updates, args) -> learning rate

@@ -19,7 +19,7 @@ from trainer.weights.paths import is_pretrained_only
 
 STAGES = {
     "dpo": ("dpo", train_dpo.Objective.console_metrics),
-    "distillation": ("full_dist", train_distillation.Objective.console_metrics),
+    "distillation": ("full_dist", ("cross_entropy", "divergence")),
     "lora": ("lora_medical", ()),
 }
 TEACHER = {"from_teacher_weight": "teacher"}

@@ -2,10 +2,7 @@
 tokens and once with tokens drawn as in a chat, so that you can read a run as well as measure it. Training is
 not affected: the answers have their own random numbers, and nothing is kept."""
 
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
-
-import torch
 
 from common.errors import UserError, reason
 from dataset.lm_dataset import StageDataset
@@ -16,6 +13,7 @@ from dataset.token_cache import load_tokenizer
 from model.prompts import document_tokens, prompt_tokens
 from trainer.callbacks.base import Callback
 from trainer.callbacks.train_state import TrainState
+from trainer.devices.compiling import uncompiled
 from trainer.devices.process_group import Logger, all_gather, is_main_process
 from trainer.devices.wrapping import is_sharded, unwrap
 
@@ -164,13 +162,10 @@ def write(
     room = model.config.max_position_embeddings - max_new_tokens
     was_training = model.training
     model.eval()
-    # without compiling: each length of a prompt would be compiled anew
-    is_compiled = any(module._compiled_call_impl is not None for module in model.modules())
-    eager = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
     end_ids = [cast(int, tokenizer.eos_token_id)]
     prompts = [tokens[-room:] for tokens in prompts]
     try:
-        with eager:
+        with uncompiled(model):
             written = generate(model, prompts, samplings, max_new_tokens, end_ids)
     except NotFinite:  # the run diverges, which its losses show
         return []

@@ -4,6 +4,7 @@ import os
 import shutil
 import sysconfig
 import tempfile
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
@@ -209,6 +210,13 @@ def warm_up_inputs(kwargs: dict[str, Any], tokens: int, targets: int, samples: i
     if any(isinstance(value, Tensor) and name not in inputs for name, value in kwargs.items()):
         return None
     return {name: value if value is None else inputs.get(name, value) for name, value in kwargs.items()}
+
+
+def uncompiled(model: nn.Module) -> AbstractContextManager:
+    """A context in which a compiled model runs uncompiled, to generate: each length of a prompt would be
+    compiled anew."""
+    is_compiled = any(module._compiled_call_impl is not None for module in model.modules())
+    return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
 
 
 def layer_weights(layers: int, width: int) -> float:

@@ -149,23 +149,29 @@ def mean_prediction(teachers: list[Tensor], temperature: float) -> Tensor:
     return reduce(torch.logaddexp, each) - math.log(len(teachers))  # with one teacher this costs nothing
 
 
-def divergence(student: Tensor, p: Tensor, temperature: float, weights: Tensor | None = None) -> Tensor:
-    """Sum of KL(p, q) over the rows in nats; each row is multiplied by its weight [m], if there are weights.
-    p: logarithms of the teachers' probabilities [m, V]; q: the student's, from its logits [m, V] at this
-    temperature."""
+def divergence(
+    student: Tensor, p: Tensor, temperature: float, weights: Tensor | None = None, is_reverse: bool = False
+) -> Tensor:
+    """Sum of KL(p, q) over the rows in nats, or of KL(q, p) if it is reverse; each row is multiplied by its
+    weight [m], if there are weights. p: logarithms of the teachers' probabilities [m, V]; q: the student's,
+    from its logits [m, V] at this temperature."""
     q = (student.float() / temperature).log_softmax(-1)
+    approximation, truth = (p, q) if is_reverse else (q, p)
     if weights is None:
-        return F.kl_div(q, p, reduction="sum", log_target=True)
-    return (F.kl_div(q, p, reduction="none", log_target=True).sum(-1) * weights).sum()
+        return F.kl_div(approximation, truth, reduction="sum", log_target=True)
+    return (F.kl_div(approximation, truth, reduction="none", log_target=True).sum(-1) * weights).sum()
 
 
 def distillation_sums(
     model: nn.Module, teachers: "list[MiniMindForCausalLM]", batch: Batch, temperature: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums over the targets, times their weights, of the student's cross entropy and of its divergence from
-    the mean of the teachers, and its load-balancing loss. The predictions are compared piece by piece and not
-    kept for the backward pass. So besides the logits of all models, memory holds only [TARGETS_AT_ONCE, V] at
-    a time."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sums over the targets, times their weights, and the student's load-balancing loss. The sums are its
+    cross entropy and KL(mean of the teachers, student) over the targets of the data, and KL(student, mean of
+    the teachers) over those that the student wrote (from target `own_from` of the batch on; without this
+    field there are none).
+
+    The predictions are compared piece by piece and not kept for the backward pass. So besides the logits of
+    all models, memory holds only [TARGETS_AT_ONCE, V] at a time."""
 
     def compared(logits: Tensor, targets: Tensor, wanted: list[Tensor], weights: Tensor | None) -> Tensor:
         if weights is None:
@@ -175,16 +181,28 @@ def distillation_sums(
         p = mean_prediction(wanted, temperature)
         return torch.stack((cross_entropy, divergence(logits, p, temperature, weights)))
 
+    def judged(logits: Tensor, wanted: list[Tensor], weights: Tensor | None) -> Tensor:
+        return divergence(logits, mean_prediction(wanted, temperature), temperature, weights, is_reverse=True)
+
     logits, aux_loss = target_logits(model, batch)
     with torch.no_grad():
         wanted = [target_logits(teacher, batch)[0] for teacher in teachers]
     sums = logits.new_zeros(2, dtype=torch.float32)
+    own_sum = logits.new_zeros((), dtype=torch.float32)
     weights = batch.get("loss_weight")
-    for start in range(0, max(1, len(logits)), TARGETS_AT_ONCE):
-        piece = slice(start, start + TARGETS_AT_ONCE)
+    own_from = batch.get("own_from", len(logits))
+    for start in range(0, max(1, own_from), TARGETS_AT_ONCE):
+        piece = slice(start, min(start + TARGETS_AT_ONCE, own_from))
         sums = sums + checkpoint(
             compared, logits[piece], batch["targets"][piece], [each[piece] for each in wanted],
             None if weights is None else weights[piece],
             use_reentrant=False, preserve_rng_state=False,
         )  # fmt: skip
-    return sums[0], sums[1], aux_loss
+    for start in range(own_from, len(logits), TARGETS_AT_ONCE):
+        piece = slice(start, start + TARGETS_AT_ONCE)
+        own_sum = own_sum + checkpoint(
+            judged, logits[piece], [each[piece] for each in wanted],
+            None if weights is None else weights[piece],
+            use_reentrant=False, preserve_rng_state=False,
+        )  # fmt: skip
+    return sums[0], sums[1], own_sum, aux_loss

@@ -18,13 +18,13 @@ from dataset.batch import Batch, FlatBatch, Size, collate_shared
 from dataset.rollout_prompts import RolloutPrompt
 from trainer.callbacks.train_state import TrainState
 from trainer.devices.process_group import all_gather, reduce_sum, this_rank, world_size
-from trainer.devices.wrapping import decoding_model, unwrap
+from trainer.devices.wrapping import unwrap
 from trainer.objectives.base import Objective
 from trainer.objectives.next_token import target_log_probs
 from trainer.report.sums import Means, add_means, quotient
 from trainer.rollouts.policy import TOKEN_LEVEL, group_advantages
 from trainer.rollouts.rewards import Reward, compute
-from trainer.rollouts.writer import Trajectory, TrajectoryWriter
+from trainer.rollouts.writer import Trajectory, TrajectoryWriter, policy_for_decoding
 
 SHOWN_CHARACTERS = 300  # of a sample in the log
 # metrics of a rollout besides its rewards; with several completions per prompt also `frac_reward_zero_std`
@@ -234,13 +234,8 @@ class Rollouts(Objective):
     def _write(
         self, writer: TrajectoryWriter, model: nn.Module, prompts: list[RolloutPrompt], update: int
     ) -> list[Trajectory]:
-        """The trajectories that the policy generates; on a GPU, matrices are in autocast's dtype."""
-        from model.model_minimind import product_dtype  # brings in the compiler
-
-        policy: Any = self.policy_of(model)
-        head = policy.lm_head.weight
-        dtype = product_dtype(head) if head.is_cuda else head.dtype
-        self.decoding_copy = decoding_model(policy, dtype, self.decoding_copy)
+        """The trajectories that the policy generates."""
+        self.decoding_copy = policy_for_decoding(self.policy_of(model), self.decoding_copy)
         return writer.write(self.decoding_copy, prompts, update)
 
     def _score(self, trajectory: Trajectory) -> dict[str, float]:

@@ -27,6 +27,16 @@ if TYPE_CHECKING:
 R = TypeVar("R", bound=Rollouts)
 
 
+def too_long(max_seq_len: int, max_gen_len: int) -> list[str]:
+    """The mistake if the longest prompt and the longest completion together exceed a model's positions."""
+    if max_seq_len + max_gen_len <= LONGEST:
+        return []
+    return [
+        f"--max_seq_len {max_seq_len} and --max_gen_len {max_gen_len} together exceed the {LONGEST} "
+        "positions of a model; lower one of them"
+    ]
+
+
 class RolloutArgs(FrozenModelArgs):
     """The flags of all stages that learn from rollouts."""
 
@@ -74,12 +84,7 @@ class RolloutArgs(FrozenModelArgs):
 
     def contradictions(self) -> list[str]:
         """Mistakes: flags that have no effect, or that exclude each other."""
-        wrong = super().contradictions()
-        if self.max_seq_len + self.max_gen_len > LONGEST:
-            wrong.append(
-                f"--max_seq_len {self.max_seq_len} and --max_gen_len {self.max_gen_len} together exceed the "
-                f"{LONGEST} positions of a model; lower one of them"
-            )
+        wrong = super().contradictions() + too_long(self.max_seq_len, self.max_gen_len)
         given = [name for name in self.clips if not self.is_default(name)]
         if given and self.num_iterations == 1:
             why = "has no effect with one update per rollout"

@@ -16,9 +16,11 @@ from model.answers import answer_message
 from model.generation import generate
 from model.prompts import Piece, encode_pieces, prompt_pieces
 from model.sampling import Sampling
+from trainer.devices.wrapping import decoding_model
 from trainer.rollouts.environments import Call, Environment, checked_replies
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedTokenizerBase
 
 
@@ -137,6 +139,15 @@ class TrajectoryWriter:
                 "the chat template rewrites earlier turns when tools reply, so an agent cannot continue"
             )
         return encode_pieces(self.tokenizer, [Piece(first.text[len(before) :], False), *others])
+
+
+def policy_for_decoding(policy: Any, earlier: "nn.Module | None") -> "nn.Module":
+    """The policy as it generates: on a GPU a copy whose matrices are in autocast's dtype, otherwise the
+    policy itself. earlier: an earlier copy, which gets the current weights."""
+    from model.model_minimind import product_dtype  # brings in the compiler
+
+    head = policy.lm_head.weight
+    return decoding_model(policy, product_dtype(head) if head.is_cuda else head.dtype, earlier)
 
 
 def calls_of(text: str) -> list[Call]:
