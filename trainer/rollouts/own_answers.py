@@ -87,9 +87,8 @@ def prompt_of(sample: Sample) -> Prompt:
 
 def own_batch(kept: list[Sample], written: list[tuple[Prompt, Answer]]) -> FlatBatch:
     """The flat batch of samples of the data and, behind them, of the answers that the student wrote, in which
-    nothing else is a target. It has five more fields. `own_from` is the first target that the student wrote;
-    `data_weight` and `own_weight` are the sums of the weights of the targets before it and from it on;
-    `own_answers` and `cut_answers` count the answers, and those that were cut off."""
+    nothing else is a target. It has two more fields: `own_from`, the first target that the student wrote, and
+    `own_counts` [5] for `own_metrics`."""
     own = []
     for prompt, answer in written:
         tokens = np.array([*prompt.tokens, *answer.tokens], dtype=np.int64)
@@ -100,13 +99,10 @@ def own_batch(kept: list[Sample], written: list[tuple[Prompt, Answer]]) -> FlatB
     batch = FlatBatch.from_samples([*kept, *own])
     own_from = sum(batch.target_counts[: len(kept)])
     weights = torch.ones(len(batch.targets)) if batch.loss_weight is None else batch.loss_weight
-    return batch | {
-        "own_from": own_from,
-        "data_weight": float(weights[:own_from].sum(dtype=torch.float64)),
-        "own_weight": float(weights[own_from:].sum(dtype=torch.float64)),
-        "own_answers": len(own),
-        "cut_answers": sum(answer.finish == "length" for _, answer in written),
-    }
+    cut = sum(answer.finish == "length" for _, answer in written)
+    counts = [len(own), len(batch.targets) - own_from, cut]
+    sums = torch.stack((weights[:own_from].sum(), weights[own_from:].sum()))
+    return batch | {"own_from": own_from, "own_counts": torch.cat((sums, torch.tensor(counts).float()))}
 
 
 def own_metrics(
@@ -114,11 +110,11 @@ def own_metrics(
 ) -> Metrics:
     """The metrics of a batch of `own_batch`, as (sum, count). cross_entropy and divergence: sums [] over its
     targets of the data; reverse_divergence: over those that the student wrote."""
-    of_data, of_own, count = (batch[name] for name in ("data_weight", "own_weight", "own_answers"))
+    of_data, of_own, number, tokens, cut = batch["own_counts"]  # on the device, like the sums
     return {
         "cross_entropy": (cross_entropy, of_data),
         "divergence": (divergence, of_data),
         "reverse_divergence": (reverse_divergence, of_own),
-        "completion_length": (len(batch["targets"]) - batch["own_from"], count),
-        "cut_share": (batch["cut_answers"], count),
+        "completion_length": (tokens, number),
+        "cut_share": (cut, number),
     }

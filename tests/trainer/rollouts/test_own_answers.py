@@ -37,6 +37,11 @@ def prepared(objective, student, micro_batches, update: int = 0):
     return objective.prepare(state, micro_batches)
 
 
+def answered(batch: FlatBatch) -> int:
+    """How many answers the student wrote."""
+    return int(batch["own_counts"][2])
+
+
 def make_objective(on_policy: float, teachers=()):
     objective = train_distillation.Objective()
     objective.args = train_distillation.Args(
@@ -73,8 +78,8 @@ def test_loss_and_gradient_are_those_of_stock_qwen3_and_torch(share, weight, tea
     data = FlatBatch.from_samples(conversations(weight))
     (batch,) = prepared(objective, student.train(), [data])
     assert student.training
-    kept = len(data.sample_ids) - batch["own_answers"]
-    assert batch["own_answers"] == 8 if share == 1 else 0 < batch["own_answers"] < 8
+    kept = 8 - answered(batch)
+    assert kept == 0 if share == 1 else 0 < kept < 8
     loss, _, metrics = objective.loss(student, batch, objective.args)
     reference = stock(student)
     expected = stock_loss(batch, reference, [stock(judge) for judge in judges], kept)
@@ -87,7 +92,7 @@ def test_loss_and_gradient_are_those_of_stock_qwen3_and_torch(share, weight, tea
     rest = ALPHA * parts["cross_entropy"] + (1 - ALPHA) * TEMPERATURE**2 * parts["divergence"]
     assert rest + TEMPERATURE**2 * parts["reverse_divergence"] == pytest.approx(loss.item(), rel=1e-5)
     counts = [count for _, count in metrics.values()]
-    assert counts[0] + counts[2] == pytest.approx(batch.weight_sum) and counts[3] == batch["own_answers"]
+    assert counts[0] + counts[2] == pytest.approx(batch.weight_sum) and counts[3] == 8 - kept
 
 
 def test_an_answer_takes_the_place_of_the_last_one_however_the_samples_are_split():
@@ -100,11 +105,11 @@ def test_an_answer_takes_the_place_of_the_last_one_however_the_samples_are_split
         parts = [FlatBatch.from_samples(part) for part in (data[:3], data[3:4], data[4:], [])]
         split = prepared(objective, student, parts, update)
         found = {each["sample_id"]: each for batch in split for each in batch.samples()}
-        assert len(found) == 8 and sum(batch["own_answers"] for batch in split) == whole["own_answers"]
+        assert len(found) == 8 and sum(map(answered, split)) == answered(whole)
         for number, each in enumerate(whole.samples()):
             same, before = found[each["sample_id"]], data[each["sample_id"]]
             assert all(np.array_equal(each[key], same[key]) for key in ("input_ids", "loss_weight"))
-            if number < 8 - whole["own_answers"]:
+            if number < 8 - answered(whole):
                 assert np.array_equal(each["input_ids"], before["input_ids"])
                 assert np.array_equal(each["loss_weight"], before["loss_weight"])
                 continue
@@ -114,7 +119,7 @@ def test_an_answer_takes_the_place_of_the_last_one_however_the_samples_are_split
             assert set(each["loss_weight"][:end]) == {0.0} and set(each["loss_weight"][end:]) == {weight}
             answer = each["input_ids"][end:].tolist()
             assert len(answer) == LONGEST or answer[-1] == END.eos_token_id
-        chosen.append(tuple(whole.sample_ids[8 - whole["own_answers"] :].tolist()))
+        chosen.append(tuple(whole.sample_ids[8 - answered(whole) :].tolist()))
     assert len(set(chosen)) == 3
 
 
@@ -128,7 +133,7 @@ def test_an_answer_is_drawn_from_the_student():
     (batch,) = prepared(objective, student, [FlatBatch.from_samples(data)])
     probs = stock(student)(torch.tensor(data[0]["input_ids"][:5])[None]).logits[0, -1].softmax(-1)
     drawn = torch.bincount(batch.targets, minlength=VOCAB) / 300
-    assert (drawn - probs).abs().max() < 0.08 and batch["cut_answers"] + drawn[2] * 300 == 300
+    assert (drawn - probs).abs().max() < 0.08 and batch["own_counts"][4] + drawn[2] * 300 == 300
 
 
 def test_without_own_answers_the_bits_are_those_of_the_data():
