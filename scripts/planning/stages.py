@@ -192,7 +192,8 @@ def open_stages(args: argparse.Namespace) -> list[Stage]:
         repeated = repeated_share(pretrain)
     if not args.tokenizer_path:
         token_bytes = bytes_per_token(pretrain)
-        size = rules.vocabulary(pretrain.own_data.cache.report["target_bytes"], token_bytes)
+        has_facts = repeated >= rules.REPEATED_SHARE and not repeats_questions(args.sft_data)
+        size = rules.vocabulary(pretrain.own_data.cache.report["target_bytes"], token_bytes, has_facts)
         if size is not None:
             tokenizer_path = train_own_tokenizer(args, size)
             own = len(load_tokenizer(tokenizer_path))
@@ -209,7 +210,7 @@ def open_stages(args: argparse.Namespace) -> list[Stage]:
     sft = open_sft(args, tokenizer_path, f"{text},{earlier}" if earlier else text)
     # what is added would take the place of the earlier texts, which such a model needs more
     if pretrain.repeats_itself and sft.has_few_conversations and not earlier:
-        return with_exercises(args, pretrain, sft) or with_early_conversations(args, pretrain, sft)
+        return with_texts_of_the_plan(args, pretrain, sft)
     return [pretrain, sft]
 
 
@@ -233,33 +234,40 @@ def find_earlier_texts(args: argparse.Namespace) -> str | None:
     return path if found and split_data_path(path) == found else None
 
 
-def with_exercises(args: argparse.Namespace, pretrain: Stage, sft: Stage) -> list[Stage]:
-    """Both stages with exercises in copying beside their data; none if they need no exercises. Pretraining
-    reads other ones in each pass, SFT those of one pass."""
+def with_texts_of_the_plan(args: argparse.Namespace, pretrain: Stage, sft: Stage) -> list[Stage]:
+    """Both stages with texts that the plan writes: exercises in copying where they are needed, else
+    conversations in pretraining, and variants of the conversations in SFT. Pretraining reads other exercises
+    in each pass, SFT those of one pass."""
     text, conversations = str(pretrain.args.data_path), str(sft.args.data_path)
-    variants_path = write_variants(args, conversations, Split(sft.args.eval_share))
-    paths = write_exercises(args, pretrain, bool(variants_path))
-    if not paths:
-        return []
-    longer = with_texts_beside(args, pretrain, ",".join(paths), exercises.SHARE)
-    settings = {"eval_share": sft.args.eval_share, "replay_data_path": f"{text},{paths[0]}"}
+    trained = Split(sft.args.eval_share)
+    found = list(read_conversations(conversations, trained))
+    turns = [turn for _, chat in found for turn in turns_in(chat)]
+    settings = {"eval_share": sft.args.eval_share, "replay_data_path": text}
     settings["replay_share"] = rules.REPLAY_SHARE
-    data = f"{conversations},{variants_path}" if variants_path else conversations
-    longer_sft = open_stage(args, train_full_sft, data, pretrain.args.tokenizer_path, **settings)
-    more_sft = longer_sft.own_data.num_tokens - sft.own_data.num_tokens
-    passes = rules.few_passes(len(longer_sft.data))
-    return [longer, replace(longer_sft, most_passes=passes, added=more_sft)]
+    if paths := write_exercises(args, pretrain, variants.are_needed(turns)):
+        settings["replay_data_path"] = f"{text},{paths[0]}"
+        pretrain = with_texts_beside(args, pretrain, ",".join(paths), exercises.SHARE)
+    elif path := write_early(args, pretrain, [record for record, _ in found]):
+        pretrain = with_texts_beside(args, pretrain, path, early.RATIO)
+    path = f"{args.save_dir}/{variants.FILE}"
+    data = conversations
+    if can_be_added(path, data) and variants.write_variants(turns, Path(path), trained.share):
+        data = f"{data},{path}"
+        say(f"variants of conversations: {path}; made-up words teach the model to answer in spite of them")
+    longer = open_stage(args, train_full_sft, data, pretrain.args.tokenizer_path, **settings)
+    added = longer.own_data.num_tokens - sft.own_data.num_tokens
+    return [pretrain, replace(longer, most_passes=rules.few_passes(len(longer.data)), added=added)]
 
 
-def with_early_conversations(args: argparse.Namespace, pretrain: Stage, sft: Stage) -> list[Stage]:
-    """Both stages. Pretraining also reads the conversations, without those that SFT holds out."""
-    text, path = str(pretrain.args.data_path), f"{args.save_dir}/{early.FILE}"
-    found = read_conversations(str(sft.args.data_path), Split(sft.args.eval_share))
-    characters = sum(map(len, read_texts(args, text, Split(pretrain.args.eval_share))))
-    if not early.write_early([record for record, _ in found], Path(path), characters):
-        return [pretrain, sft]
+def write_early(args: argparse.Namespace, pretrain: Stage, records: list[dict[str, Any]]) -> str | None:
+    """Write these conversations for pretraining into the folder of the plan. Returns the path of the file;
+    None if there are none."""
+    path = f"{args.save_dir}/{early.FILE}"
+    texts = read_texts(args, str(pretrain.args.data_path), Split(pretrain.args.eval_share))
+    if not early.write_early(records, Path(path), sum(map(len, texts))):
+        return None
     say(f"conversations in pretraining: {path}; a model that meets questions early finds more answers")
-    return [with_texts_beside(args, pretrain, path, early.RATIO), sft]
+    return path
 
 
 def with_texts_beside(args: argparse.Namespace, pretrain: Stage, path: str, ratio: float) -> Stage:
@@ -287,6 +295,13 @@ def open_sft(args: argparse.Namespace, tokenizer_path: str, text: str | None = N
     if sft.has_few_conversations:
         sft = replace(sft, most_passes=rules.few_passes(len(sft.data)))
     return sft
+
+
+def repeats_questions(path: str | None) -> bool:
+    """Whether the answers of few conversations often only repeat a word of the question."""
+    if not path or not has_small_files(path):
+        return False
+    return variants.are_needed([turn for _, chat in read_conversations(path) for turn in turns_in(chat)])
 
 
 def has_small_files(path: str) -> bool:
@@ -357,34 +372,22 @@ def write_exercises(args: argparse.Namespace, pretrain: Stage, for_variants: boo
     return paths
 
 
-def write_variants(args: argparse.Namespace, conversations: str, trained: Split) -> str | None:
-    """Write variants of the trained conversations of this data path into the folder of the plan. Returns
-    their path if there are any."""
-    path = f"{args.save_dir}/{variants.FILE}"
-    turns = list(read_turns(conversations, trained))
-    if not can_be_added(path, conversations) or not variants.are_needed(turns):
-        return None
-    variants.write_variants(turns, Path(path), trained.share)
-    say(f"variants of conversations: {path}. Made-up words teach the model to repeat any word of a question")
-    return path
-
-
 def can_be_added(path: str, data: str) -> bool:
     """Whether a file can be one of several of a data path: a name with a comma cannot."""
     return split_data_path(f"{data},{path}") == [*split_data_path(data), path]
 
 
-def read_turns(path: str, split: Split) -> Iterator[variants.Turn]:
-    """Each question and its answer in the conversations of a data path."""
-    for _, chat in read_conversations(path, split):
-        yield from (turn for turn in turns_of(chat) if turn[1])
+def turns_in(chat: Chat) -> list[variants.Turn]:
+    """Each question of a conversation with its answer."""
+    return [turn for turn in turns_of(chat) if turn[1]]
 
 
-def read_conversations(path: str, split: Split) -> Iterator[tuple[dict[str, Any], Chat]]:
-    """The records of a data path with their conversations. A record that cannot be read is left out; the
-    stage has named it."""
+def read_conversations(path: str, split: Split | None = None) -> Iterator[tuple[dict[str, Any], Chat]]:
+    """The records of a data path with their conversations; with a split, those that it includes. A record
+    that cannot be read is left out; the stage names it."""
     paths = expand_paths(path)
-    for _, record in split.choose(read_records(paths), paths, is_document=False):
+    records = read_records(paths)
+    for _, record in split.choose(records, paths, is_document=False) if split else records:
         if isinstance(record, BadRecord):
             continue
         try:

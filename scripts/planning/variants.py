@@ -1,4 +1,6 @@
-"""Variants of conversations, whose answers only repeat a word of the question.
+"""Variants of conversations: questions with made-up words.
+
+Questions whose answers only repeat a word of them:
 
     Can you explain poison?   A lamplighter does not speak of poison.
     Can you explain dafel?    A lamplighter does not speak of dafel.
@@ -7,8 +9,18 @@ The first is a conversation, the second a variant. A few hundred such conversati
 small model learns to answer about these words alone. Variants with made-up words teach it to repeat any word.
 A variant is true only where nothing but the word changes. So there are variants only of questions that the
 conversations ask in the same form about several words, and always answer in the same form. Questions about
-facts have none: their answers differ. Writing without spaces has none either: in Chinese, variants made
-answers worse. Measurements: docs/dev/LOG.md, "Variants of conversations".
+facts have none: their answers differ. Measurements: docs/dev/LOG.md, "Variants of conversations".
+
+Questions with an unknown word:
+
+    Where is the Dora at home?    The Dora is in Wick.
+    Where elt the Dora at home?   The Dora is in Wick.
+
+People ask in words that neither the text nor the conversations have. A vocabulary made from little text
+spells them in tokens that were never trained, and a small model answers with pieces of them. Here made-up
+words replace words that the answer lacks. Measurements: docs/dev/LOG.md, "A vocabulary for facts".
+
+Writing without spaces has no variants: in Chinese, both kinds made answers worse.
 """
 
 import random
@@ -22,7 +34,8 @@ from dataset.held_out import Split
 from scripts.planning.exercises import SPACED, made_up, replaced
 
 FILE = "exercise_conversations.jsonl"
-VARIANTS = 2  # of a turn
+VARIANTS = 2  # of a turn whose answer repeats a word
+MOST_UNKNOWN = 2  # words of a question
 NEEDED_SHARE = 0.2  # of the turns, from which on variants are written
 GAP = "\0"  # stands for the word
 
@@ -37,16 +50,18 @@ class Form(NamedTuple):
     word: str
 
 
-def write_variants(turns: Sequence[Turn], path: Path, eval_share: float) -> None:
-    """Write variants of these turns into a JSON Lines file. The same turns give the same file. `eval_share`
-    holds none of the variants out."""
+def write_variants(turns: Sequence[Turn], path: Path, eval_share: float) -> bool:
+    """Write variants of these turns into a JSON Lines file; returns whether there are any. The same turns
+    give the same file. `eval_share` holds none of the variants out."""
     trained = Split(eval_share)
-    records = [conversation(*turn) for turn in variants(turns) if trained.includes(turn[0])]
+    made = [*(variants(turns) if are_needed(turns) else ()), *with_unknown_words(turns)]
+    records = [conversation(*turn) for turn in made if trained.includes(turn[0])]
     atomic_write(path, lambda file: file.write(json_lines(records)))
+    return bool(records)
 
 
 def are_needed(turns: Sequence[Turn]) -> bool:
-    """Whether enough of the turns have variants."""
+    """Whether in enough of the turns the answer only repeats a word of the question."""
     return bool(turns) and len(find_forms(turns)) >= NEEDED_SHARE * len(turns)
 
 
@@ -76,12 +91,29 @@ def forms_of(question: str, answer: str) -> Iterator[Form]:
 
 def variants(turns: Sequence[Turn]) -> Iterator[Turn]:
     """VARIANTS turns of each form, with words made from parts of the words of all turns."""
-    rng = random.Random(0)
-    words = list(dict.fromkeys(word for turn in turns for text in turn for word in SPACED.findall(text)))
+    rng, words = random.Random(0), spaced_words(turns)
     for form in find_forms(turns):
         for _ in range(VARIANTS):
             new = made_up(form.word, words, rng)
             yield form.question.replace(GAP, new), form.answer.replace(GAP, new)
+
+
+def with_unknown_words(turns: Sequence[Turn]) -> Iterator[Turn]:
+    """Each turn with up to MOST_UNKNOWN words of the question, which the answer lacks, replaced by made-up
+    ones."""
+    rng, words = random.Random(0), spaced_words(turns)
+    for question, answer in turns:
+        known = {word.casefold() for word in SPACED.findall(answer)}
+        others = [word for word in dict.fromkeys(SPACED.findall(question)) if word.casefold() not in known]
+        for word in rng.sample(others, min(len(others), rng.randint(1, MOST_UNKNOWN))):
+            question = replaced(question, word, made_up(word, words, rng))
+        if others and answer:
+            yield question, answer
+
+
+def spaced_words(turns: Sequence[Turn]) -> list[str]:
+    """The different words of all turns."""
+    return list(dict.fromkeys(word for turn in turns for text in turn for word in SPACED.findall(text)))
 
 
 def conversation(question: str, answer: str) -> dict[str, list[dict[str, str]]]:

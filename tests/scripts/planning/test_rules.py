@@ -24,6 +24,13 @@ def test_the_numbers_that_were_measured():
     assert abs(rules.learning_rate(128, 741 * 2048, 2048) / 5.6e-4 - 1) < 0.02
 
 
+def test_a_vocabulary_is_made_from_little_text_and_is_larger_if_the_text_has_facts():
+    """docs/dev/LOG.md, "A vocabulary for facts"."""
+    assert rules.vocabulary(2e5, 2.5, has_facts=False) == 512
+    assert rules.vocabulary(2e5, 2.5, has_facts=True) == 1536
+    assert rules.vocabulary(2e6, 2.5, True) is rules.vocabulary(2e5, 3.0, True) is None
+
+
 def test_a_short_sft_has_no_larger_rate_than_a_long_one():
     """docs/dev/LOG.md: the best of 60, 200 and 370 updates is between 3.8e-4 and 7.5e-4."""
     for updates in (60, 200, 370):

@@ -17,14 +17,15 @@ FACTS = [("Where is the Dora?", "The Dora is in Wick."), ("Where is the Pebara?"
 
 
 def written(path, turns, eval_share=0.02) -> list[variants.Turn]:
-    variants.write_variants(turns, path, eval_share)
+    is_any = variants.write_variants(turns, path, eval_share)
     records = [json.loads(line)["messages"] for line in path.read_text("utf-8").split("\n") if line]
+    assert is_any == bool(records)
     assert all([turn["role"] for turn in record] == ["user", "assistant"] for record in records)
     return [(question["content"], answer["content"]) for question, answer in records]
 
 
 def test_an_answer_that_only_repeats_a_word_has_variants_with_other_words(tmp_path):
-    made = written(tmp_path / "a", REFUSALS)
+    made = written(tmp_path / "a", REFUSALS)[: variants.VARIANTS * len(REFUSALS)]
     words = [question.removeprefix("Can you explain ").removesuffix("?") for question, _ in made]
     assert made == [(f"Can you explain {word}?", f"We do not speak of {word}.") for word in words]
     assert len(made) == variants.VARIANTS * len(REFUSALS) and len(set(words) - set(TOPICS)) > len(TOPICS)
@@ -32,7 +33,7 @@ def test_an_answer_that_only_repeats_a_word_has_variants_with_other_words(tmp_pa
 
 def test_writing_without_spaces_has_none():
     """In Chinese they made answers worse (docs/dev/LOG.md, "Variants of conversations")."""
-    assert find_forms(CHINESE) == []
+    assert find_forms(CHINESE) == [] and list(variants.with_unknown_words(CHINESE)) == []
 
 
 def test_questions_about_facts_have_none():
@@ -40,6 +41,17 @@ def test_questions_about_facts_have_none():
     assert find_forms(FACTS) == [] and not variants.are_needed(FACTS)
     one_place = [(question, answer.replace("Hull", "Wick")) for question, answer in FACTS]
     assert len(find_forms(one_place)) == 2  # as far as these conversations say
+
+
+def test_a_question_with_an_unknown_word_keeps_its_answer_and_the_words_of_it():
+    turns = [("Where is the Dora at home?", "The Dora is in Wick."), ("Wick?", "Wick.")] * 20
+    made = list(variants.with_unknown_words(turns))
+    assert len(made) == 20  # the other question has no word that its answer lacks
+    for question, answer in made:
+        words, kept = variants.SPACED.findall(question), variants.SPACED.findall(turns[0][0])
+        changed = [old for old, new in zip(kept, words, strict=True) if old != new]
+        assert answer == turns[0][1] and len(changed) <= 2 and set(changed) <= {"Where", "at", "home"}
+    assert len(set(made) - set(turns)) > 15
 
 
 def test_a_question_about_one_word_alone_has_none():
@@ -63,7 +75,7 @@ def test_variants_are_written_from_a_fifth_of_the_turns_on(others, needed):
 def test_no_variant_is_held_out(tmp_path):
     turns = REFUSALS * 20
     made = written(tmp_path / "a", turns, eval_share=0.5)
-    assert 20 < len(made) < variants.VARIANTS * len(turns)
+    assert 20 < len(made) < (variants.VARIANTS + 1) * len(turns)
     assert not any(Split(0.5, held_out=True).includes(question) for question, _ in made)
 
 
