@@ -101,12 +101,12 @@ def warmup(updates: int) -> int:
     return max(1, min(100, updates // 20))
 
 
-def vocabulary(text_bytes: float, bytes_per_token: float, has_facts: bool) -> int | None:
+def vocabulary(text_bytes: float, bytes_per_token: float, is_scattered: bool) -> int | None:
     """The size of a new vocabulary for a small text that the shipped one splits into short tokens; None: use
     the shipped one. On a small text most rows of the shipped vocabulary would hardly be trained, but cost as
-    much as the others. has_facts: whether the text repeats itself, and the answers say more than a word of
-    the question. Then a larger vocabulary is better: a small model learns more facts if names have fewer
-    tokens (docs/dev/LOG.md, "A vocabulary for facts")."""
+    much as the others. is_scattered: whether the text repeats itself, but mentions a name once in each place.
+    Then a larger vocabulary is better: a small model learns more facts if names have fewer tokens
+    (docs/dev/LOG.md, "A vocabulary for facts")."""
     if text_bytes >= 2e6 or bytes_per_token >= 3:
         return None
-    return 1536 if has_facts else 512
+    return 1536 if is_scattered else 512

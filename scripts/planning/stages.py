@@ -190,10 +190,10 @@ def open_stages(args: argparse.Namespace) -> list[Stage]:
     repeated = 0.0
     if args.pretrain_data != args.sft_data:  # the chat template of conversations always repeats itself
         repeated = repeated_share(pretrain)
+    is_scattered = repeated >= rules.REPEATED_SHARE and exercises.are_needed(trained_texts(args, pretrain))
     if not args.tokenizer_path:
         token_bytes = bytes_per_token(pretrain)
-        has_facts = repeated >= rules.REPEATED_SHARE and not repeats_questions(args.sft_data)
-        size = rules.vocabulary(pretrain.own_data.cache.report["target_bytes"], token_bytes, has_facts)
+        size = rules.vocabulary(pretrain.own_data.cache.report["target_bytes"], token_bytes, is_scattered)
         if size is not None:
             tokenizer_path = train_own_tokenizer(args, size)
             own = len(load_tokenizer(tokenizer_path))
@@ -210,7 +210,7 @@ def open_stages(args: argparse.Namespace) -> list[Stage]:
     sft = open_sft(args, tokenizer_path, f"{text},{earlier}" if earlier else text)
     # what is added would take the place of the earlier texts, which such a model needs more
     if pretrain.repeats_itself and sft.has_few_conversations and not earlier:
-        return with_texts_of_the_plan(args, pretrain, sft)
+        return with_texts_of_the_plan(args, pretrain, sft, is_scattered)
     return [pretrain, sft]
 
 
@@ -234,24 +234,27 @@ def find_earlier_texts(args: argparse.Namespace) -> str | None:
     return path if found and split_data_path(path) == found else None
 
 
-def with_texts_of_the_plan(args: argparse.Namespace, pretrain: Stage, sft: Stage) -> list[Stage]:
+def with_texts_of_the_plan(
+    args: argparse.Namespace, pretrain: Stage, sft: Stage, is_scattered: bool
+) -> list[Stage]:
     """Both stages with texts that the plan writes: exercises in copying where they are needed, else
     conversations in pretraining, and variants of the conversations in SFT. Pretraining reads other exercises
-    in each pass, SFT those of one pass."""
+    in each pass, SFT those of one pass. is_scattered: whether the text mentions a name once in each place."""
     text, conversations = str(pretrain.args.data_path), str(sft.args.data_path)
     trained = Split(sft.args.eval_share)
     found = list(read_conversations(conversations, trained))
-    turns = [turn for _, chat in found for turn in turns_in(chat)]
+    turns = [turn for _, chat in found for turn in turns_of(chat) if turn[1]]
     settings = {"eval_share": sft.args.eval_share, "replay_data_path": text}
     settings["replay_share"] = rules.REPLAY_SHARE
-    if paths := write_exercises(args, pretrain, variants.are_needed(turns)):
+    are_needed = is_scattered or variants.are_needed(turns)
+    if are_needed and (paths := write_exercises(args, pretrain)):
         settings["replay_data_path"] = f"{text},{paths[0]}"
         pretrain = with_texts_beside(args, pretrain, ",".join(paths), exercises.SHARE)
     elif path := write_early(args, pretrain, [record for record, _ in found]):
         pretrain = with_texts_beside(args, pretrain, path, early.RATIO)
     path = f"{args.save_dir}/{variants.FILE}"
     data = conversations
-    if can_be_added(path, data) and variants.write_variants(turns, Path(path), trained.share):
+    if can_be_added(path, data) and variants.write_variants(turns, Path(path), trained.share, is_scattered):
         data = f"{data},{path}"
         say(f"variants of conversations: {path}; made-up words teach the model to answer in spite of them")
     longer = open_stage(args, train_full_sft, data, pretrain.args.tokenizer_path, **settings)
@@ -295,13 +298,6 @@ def open_sft(args: argparse.Namespace, tokenizer_path: str, text: str | None = N
     if sft.has_few_conversations:
         sft = replace(sft, most_passes=rules.few_passes(len(sft.data)))
     return sft
-
-
-def repeats_questions(path: str | None) -> bool:
-    """Whether the answers of few conversations often only repeat a word of the question."""
-    if not path or not has_small_files(path):
-        return False
-    return variants.are_needed([turn for _, chat in read_conversations(path) for turn in turns_in(chat)])
 
 
 def has_small_files(path: str) -> bool:
@@ -354,17 +350,14 @@ def train_own_tokenizer(args: argparse.Namespace, size: int) -> str:
     return folder
 
 
-def write_exercises(args: argparse.Namespace, pretrain: Stage, for_variants: bool) -> list[str]:
-    """Write exercises in copying into the folder of the plan, if the trained part of the text needs them, or
-    variants of conversations do. Returns the path of those of one pass and the path of those of all others;
-    none if there are no exercises."""
+def write_exercises(args: argparse.Namespace, pretrain: Stage) -> list[str]:
+    """Write exercises in copying into the folder of the plan. Returns the path of those of one pass and the
+    path of those of all others; none if there are no exercises."""
     text, trained = str(pretrain.args.data_path), Split(pretrain.args.eval_share)
     paths = [f"{args.save_dir}/{name}" for name in exercises.FILES]
     if not can_be_added(paths[0], text):
         return []
-    texts = list(islice(read_texts(args, text, trained), MOST_TEXTS))
-    if not for_variants and not exercises.are_needed(texts):
-        return []
+    texts = trained_texts(args, pretrain)
     if not exercises.write_exercises(texts, paths, trained.share, pretrain.most_passes):
         return []
     text = "these documents teach the model to repeat a word of the question in its answer"
@@ -372,14 +365,15 @@ def write_exercises(args: argparse.Namespace, pretrain: Stage, for_variants: boo
     return paths
 
 
+def trained_texts(args: argparse.Namespace, pretrain: Stage) -> list[str]:
+    """The first MOST_TEXTS texts that pretraining does not hold out."""
+    texts = read_texts(args, str(pretrain.args.data_path), Split(pretrain.args.eval_share))
+    return list(islice(texts, MOST_TEXTS))
+
+
 def can_be_added(path: str, data: str) -> bool:
     """Whether a file can be one of several of a data path: a name with a comma cannot."""
     return split_data_path(f"{data},{path}") == [*split_data_path(data), path]
-
-
-def turns_in(chat: Chat) -> list[variants.Turn]:
-    """Each question of a conversation with its answer."""
-    return [turn for turn in turns_of(chat) if turn[1]]
 
 
 def read_conversations(path: str, split: Split | None = None) -> Iterator[tuple[dict[str, Any], Chat]]:

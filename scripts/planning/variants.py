@@ -50,13 +50,17 @@ class Form(NamedTuple):
     word: str
 
 
-def write_variants(turns: Sequence[Turn], path: Path, eval_share: float) -> bool:
-    """Write variants of these turns into a JSON Lines file; returns whether there are any. The same turns
-    give the same file. `eval_share` holds none of the variants out."""
+def write_variants(turns: Sequence[Turn], path: Path, eval_share: float, has_unknown: bool) -> bool:
+    """Write variants of these turns into a JSON Lines file, with has_unknown also questions with an unknown
+    word. Returns whether there are any. The same turns give the same file. `eval_share` holds none of the
+    variants out."""
     trained = Split(eval_share)
-    made = [*(variants(turns) if are_needed(turns) else ()), *with_unknown_words(turns)]
+    made = list(variants(turns)) if are_needed(turns) else []
+    if has_unknown:
+        made += with_unknown_words(turns)
     records = [conversation(*turn) for turn in made if trained.includes(turn[0])]
-    atomic_write(path, lambda file: file.write(json_lines(records)))
+    if records:
+        atomic_write(path, lambda file: file.write(json_lines(records)))
     return bool(records)
 
 

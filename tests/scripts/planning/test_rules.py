@@ -24,10 +24,10 @@ def test_the_numbers_that_were_measured():
     assert abs(rules.learning_rate(128, 741 * 2048, 2048) / 5.6e-4 - 1) < 0.02
 
 
-def test_a_vocabulary_is_made_from_little_text_and_is_larger_if_the_text_has_facts():
+def test_a_vocabulary_is_made_from_little_text_and_is_larger_if_names_are_scattered():
     """docs/dev/LOG.md, "A vocabulary for facts"."""
-    assert rules.vocabulary(2e5, 2.5, has_facts=False) == 512
-    assert rules.vocabulary(2e5, 2.5, has_facts=True) == 1536
+    assert rules.vocabulary(2e5, 2.5, is_scattered=False) == 512
+    assert rules.vocabulary(2e5, 2.5, is_scattered=True) == 1536
     assert rules.vocabulary(2e6, 2.5, True) is rules.vocabulary(2e5, 3.0, True) is None
 
 

@@ -16,16 +16,19 @@ CHINESE = [(f"你怎么看{topic}？", f"我们不谈{topic}。") for topic in (
 FACTS = [("Where is the Dora?", "The Dora is in Wick."), ("Where is the Pebara?", "The Pebara is in Hull.")]
 
 
-def written(path, turns, eval_share=0.02) -> list[variants.Turn]:
-    is_any = variants.write_variants(turns, path, eval_share)
-    records = [json.loads(line)["messages"] for line in path.read_text("utf-8").split("\n") if line]
+def written(path, turns, eval_share=0.02, has_unknown=False) -> list[variants.Turn]:
+    is_any = variants.write_variants(turns, path, eval_share, has_unknown)
+    assert path.exists() == is_any
+    text = path.read_text("utf-8") if is_any else ""
+    records = [json.loads(line)["messages"] for line in text.split("\n") if line]
     assert is_any == bool(records)
     assert all([turn["role"] for turn in record] == ["user", "assistant"] for record in records)
     return [(question["content"], answer["content"]) for question, answer in records]
 
 
 def test_an_answer_that_only_repeats_a_word_has_variants_with_other_words(tmp_path):
-    made = written(tmp_path / "a", REFUSALS)[: variants.VARIANTS * len(REFUSALS)]
+    made = written(tmp_path / "a", REFUSALS)
+    assert written(tmp_path / "b", REFUSALS, has_unknown=True)[: len(made)] == made
     words = [question.removeprefix("Can you explain ").removesuffix("?") for question, _ in made]
     assert made == [(f"Can you explain {word}?", f"We do not speak of {word}.") for word in words]
     assert len(made) == variants.VARIANTS * len(REFUSALS) and len(set(words) - set(TOPICS)) > len(TOPICS)
@@ -74,7 +77,7 @@ def test_variants_are_written_from_a_fifth_of_the_turns_on(others, needed):
 
 def test_no_variant_is_held_out(tmp_path):
     turns = REFUSALS * 20
-    made = written(tmp_path / "a", turns, eval_share=0.5)
+    made = written(tmp_path / "a", turns, eval_share=0.5, has_unknown=True)
     assert 20 < len(made) < (variants.VARIANTS + 1) * len(turns)
     assert not any(Split(0.5, held_out=True).includes(question) for question, _ in made)
 
@@ -86,5 +89,5 @@ def test_the_same_turns_give_the_same_variants(tmp_path):
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.text(max_size=30), st.text(max_size=30)), max_size=6))
 def test_any_turns_can_be_given(tmp_path_factory, turns):
-    made = written(tmp_path_factory.mktemp("any") / "a.jsonl", turns)
+    made = written(tmp_path_factory.mktemp("any") / "a.jsonl", turns, has_unknown=True)
     assert all(question and answer for question, answer in made)
