@@ -256,7 +256,7 @@ def with_texts_of_the_plan(
     data = conversations
     if can_be_added(path, data) and variants.write_variants(turns, Path(path), trained.share, is_scattered):
         data = f"{data},{path}"
-        say(f"variants of conversations: {path}; made-up words teach the model to answer in spite of them")
+        say(f"variants of conversations: {path}; made-up words stand for words that the model does not know")
     longer = open_stage(args, train_full_sft, data, pretrain.args.tokenizer_path, **settings)
     added = longer.own_data.num_tokens - sft.own_data.num_tokens
     return [pretrain, replace(longer, most_passes=rules.few_passes(len(longer.data)), added=added)]
