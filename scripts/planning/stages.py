@@ -241,22 +241,23 @@ def with_texts_of_the_plan(
     conversations in pretraining, and variants of the conversations in SFT. Pretraining reads other exercises
     in each pass, SFT those of one pass. is_scattered: whether the text mentions a name once in each place."""
     text, conversations = str(pretrain.args.data_path), str(sft.args.data_path)
-    trained = Split(sft.args.eval_share)
+    trained, replayed, data = Split(sft.args.eval_share), text, conversations
     found = list(read_conversations(conversations, trained))
     turns = [turn for _, chat in found for turn in turns_of(chat) if turn[1]]
-    settings = {"eval_share": sft.args.eval_share, "replay_data_path": text}
-    settings["replay_share"] = rules.REPLAY_SHARE
     are_needed = is_scattered or variants.are_needed(turns)
     if are_needed and (paths := write_exercises(args, pretrain)):
-        settings["replay_data_path"] = f"{text},{paths[0]}"
+        replayed = f"{text},{paths[0]}"
         pretrain = with_texts_beside(args, pretrain, ",".join(paths), exercises.SHARE)
-    elif path := write_early(args, pretrain, [record for record, _ in found]):
-        pretrain = with_texts_beside(args, pretrain, path, early.RATIO)
+    elif early_path := write_early(args, pretrain, [record for record, _ in found]):
+        pretrain = with_texts_beside(args, pretrain, early_path, early.RATIO)
     path = f"{args.save_dir}/{variants.FILE}"
-    data = conversations
     if can_be_added(path, data) and variants.write_variants(turns, Path(path), trained.share, is_scattered):
-        data = f"{data},{path}"
+        data = f"{conversations},{path}"
         say(f"variants of conversations: {path}; made-up words stand for words that the model does not know")
+    if (replayed, data) == (text, conversations):
+        return [pretrain, sft]
+    settings = {"eval_share": sft.args.eval_share, "replay_data_path": replayed}
+    settings["replay_share"] = rules.REPLAY_SHARE
     longer = open_stage(args, train_full_sft, data, pretrain.args.tokenizer_path, **settings)
     added = longer.own_data.num_tokens - sft.own_data.num_tokens
     return [pretrain, replace(longer, most_passes=rules.few_passes(len(longer.data)), added=added)]
@@ -376,12 +377,11 @@ def can_be_added(path: str, data: str) -> bool:
     return split_data_path(f"{data},{path}") == [*split_data_path(data), path]
 
 
-def read_conversations(path: str, split: Split | None = None) -> Iterator[tuple[dict[str, Any], Chat]]:
-    """The records of a data path with their conversations; with a split, those that it includes. A record
-    that cannot be read is left out; the stage names it."""
+def read_conversations(path: str, split: Split) -> Iterator[tuple[dict[str, Any], Chat]]:
+    """The records of a data path with their conversations. A record that cannot be read is left out; the
+    stage has named it."""
     paths = expand_paths(path)
-    records = read_records(paths)
-    for _, record in split.choose(records, paths, is_document=False) if split else records:
+    for _, record in split.choose(read_records(paths), paths, is_document=False):
         if isinstance(record, BadRecord):
             continue
         try:

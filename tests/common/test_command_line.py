@@ -127,10 +127,8 @@ def test_under_torchrun_a_mistake_is_told_by_each_rank_and_a_signal_once():
         1: ("LostRank('rank 1: another rank ended')", 2, "error: rank 1: another rank ended\n"),
         2: ("Interrupted(15, 'by SIGTERM')", 143, ""),
     }
-    processes, briefly = (
-        [],
-        "import common.command_line as c; c.FAILED_RANK_PAUSE = 0.2\n    ",
-    )  # no torchrun waits
+    processes = []
+    briefly = "import common.command_line as c; c.FAILED_RANK_PAUSE = 0.2\n    "  # no torchrun waits
     for rank, (error, _, _) in cases.items():
         env = os.environ | rank_variables(rank, 3, 29500)
         processes.append(python(f"{briefly}raise {error}", env=env, text=True))

@@ -1,8 +1,8 @@
-"""On-policy distillation (GKD, arXiv:2306.13649): the student writes the last answer of a conversation
-itself, and the teachers judge what it wrote. So it learns what to do after its own mistakes.
+"""On-policy distillation (GKD, arXiv:2306.13649). The student writes the last answer of a conversation. The
+teachers judge it. So the student learns what to do after its own mistakes.
 
-An answer is a function of (weights, seed, update, conversation), so a run that was killed writes the same
-answers again, and a checkpoint holds none. Tokens are drawn from the student's softmax(logits)."""
+Tokens are sampled at temperature 1. An answer is a function of (weights, seed, update, conversation). So a
+checkpoint holds no answers: a resumed run writes the same ones again."""
 
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -86,9 +86,9 @@ def prompt_of(sample: Sample) -> Prompt:
 
 
 def own_batch(kept: list[Sample], written: list[tuple[Prompt, Answer]]) -> FlatBatch:
-    """The flat batch of samples of the data and, behind them, of the answers that the student wrote, in which
-    nothing else is a target. It has two more fields: `own_from`, the first target that the student wrote, and
-    `own_counts` [5] for `own_metrics`."""
+    """The flat batch of the kept samples, followed by the student's answers. Of a written sample the answer
+    alone is a target. Two fields are added: `own_from`, the index of the first target that the student wrote,
+    and `own_counts` [5] for `own_metrics`."""
     own = []
     for prompt, answer in written:
         tokens = np.array([*prompt.tokens, *answer.tokens], dtype=np.int64)
