@@ -62,6 +62,14 @@ def are_needed(texts: Sequence[str]) -> bool:
     return sum(repeats) < len(windows) / 2
 
 
+def has_spaces(texts: Sequence[str]) -> bool:
+    """Whether most of the texts is in a writing with spaces between words."""
+    spaced, unspaced = (
+        sum(len(part) for text in texts for part in parts.findall(text)) for parts in (SPACED, UNSPACED)
+    )
+    return spaced >= unspaced
+
+
 def exercises(texts: Sequence[str]) -> Iterator[str]:
     """Yield exercises without end; none if no word is in two sentences."""
     rng = random.Random(0)

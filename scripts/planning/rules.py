@@ -10,8 +10,9 @@ DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 # docs/dev/LOG.md, "Decay in each pass"), except on text that repeats itself (`most_passes`)
 PASSES, SFT_PASSES, MAX_PASSES = 4, 2, 24
 # if at least this share of a short text repeats itself, it needs this many updates, in at most this many
-# passes (docs/dev/LOG.md, "Passes over text that repeats itself")
-REPEATED_SHARE, TEXT_UPDATES, MOST_PASSES_OF_LITTLE_TEXT = 0.4, 700, 96
+# passes (docs/dev/LOG.md, "Passes over text that repeats itself"). If it also mentions each name once in each
+# place, it needs twice as many (docs/dev/LOG.md, "Scattered facts: whole words and more passes")
+REPEATED_SHARE, TEXT_UPDATES, SCATTERED_UPDATES, MOST_PASSES_OF_LITTLE_TEXT = 0.4, 700, 1400, 96
 # the least number of tokens that a model reads per weight of its layers, with fewer passes than PASSES and
 # with all of them (docs/dev/LOG.md, "Size under decay")
 TOKENS_PER_WEIGHT, TOKENS_PER_WEIGHT_OF_ALL_PASSES = 0.5, 1 / 3
@@ -32,15 +33,17 @@ FEW_TOKENS = 200 * 2048 / SFT_PASSES
 FEW_UPDATES, FEW_BATCH, FEW_MAX_PASSES, FEW_RATE, REPLAY_SHARE = 700, 8, 90, 1.8e-4, 0.5
 
 
-def most_passes(repeated: float, tokens: float) -> int:
+def most_passes(repeated: float, tokens: float, is_scattered: bool) -> int:
     """The most passes over a text. tokens: its length. repeated: the share of it that also occurs in the rest
     of the text. The new part of a text bears PASSES passes, so a text that states each fact several times can
     be read more often without overfitting. A short text of this kind is read until it makes TEXT_UPDATES
-    updates (docs/dev/LOG.md, "Passes over text that repeats itself")."""
+    updates, or SCATTERED_UPDATES (docs/dev/LOG.md, "Passes over text that repeats itself" and "Scattered
+    facts: whole words and more passes"). is_scattered: as in `vocabulary`."""
     passes = min(MAX_PASSES, int(PASSES / max(1 - repeated, PASSES / MAX_PASSES)))
     if repeated < REPEATED_SHARE:
         return passes
-    enough = math.ceil(TEXT_UPDATES * update_tokens(tokens) / tokens)
+    updates = SCATTERED_UPDATES if is_scattered else TEXT_UPDATES
+    enough = math.ceil(updates * update_tokens(tokens) / tokens)
     return max(passes, min(enough, MOST_PASSES_OF_LITTLE_TEXT))
 
 
@@ -101,12 +104,21 @@ def warmup(updates: int) -> int:
     return max(1, min(100, updates // 20))
 
 
-def vocabulary(text_bytes: float, bytes_per_token: float, is_scattered: bool) -> int | None:
-    """The size of a new vocabulary for a small text that the shipped one splits into short tokens; None: use
-    the shipped one. On a small text most rows of the shipped vocabulary would hardly be trained, but cost as
-    much as the others. is_scattered: whether the text repeats itself, but mentions a name once in each place.
-    Then a larger vocabulary is better: a small model learns more facts if names have fewer tokens
-    (docs/dev/LOG.md, "A vocabulary for facts")."""
+def vocabulary(
+    text_bytes: float, bytes_per_token: float, is_scattered: bool, has_spaces: bool
+) -> int | None:
+    """The most tokens of a new vocabulary for a small text that the shipped one splits into short tokens;
+    None: use the shipped one. On a small text most rows of the shipped vocabulary would hardly be trained, but
+    cost as much as the others.
+
+    is_scattered: whether the text repeats itself, but mentions a name once in each place. Then a larger
+    vocabulary is better, because a small model learns more facts if names have fewer tokens (docs/dev/LOG.md,
+    "A vocabulary for facts").
+    has_spaces: whether words are written with spaces between them. Then 4,096 tokens make each recurring word
+    of such a text a token. In Chinese they would be phrases, which are worse.
+    """
     if text_bytes >= 2e6 or bytes_per_token >= 3:
         return None
-    return 1536 if is_scattered else 512
+    if not is_scattered:
+        return 512
+    return 4096 if has_spaces else 1536

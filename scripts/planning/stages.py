@@ -190,10 +190,12 @@ def open_stages(args: argparse.Namespace) -> list[Stage]:
     repeated = 0.0
     if args.pretrain_data != args.sft_data:  # the chat template of conversations always repeats itself
         repeated = repeated_share(pretrain)
-    is_scattered = repeated >= rules.REPEATED_SHARE and exercises.are_needed(trained_texts(args, pretrain))
+    texts = trained_texts(args, pretrain) if repeated >= rules.REPEATED_SHARE else []
+    is_scattered = exercises.are_needed(texts)
     if not args.tokenizer_path:
         token_bytes = bytes_per_token(pretrain)
-        size = rules.vocabulary(pretrain.own_data.cache.report["target_bytes"], token_bytes, is_scattered)
+        text_bytes = pretrain.own_data.cache.report["target_bytes"]
+        size = rules.vocabulary(text_bytes, token_bytes, is_scattered, exercises.has_spaces(texts))
         if size is not None:
             tokenizer_path = train_own_tokenizer(args, size)
             own = len(load_tokenizer(tokenizer_path))
@@ -203,7 +205,8 @@ def open_stages(args: argparse.Namespace) -> list[Stage]:
                 "Compare losses with those of another vocabulary only in bits per byte of text (eval_bpb)"
             )
             pretrain = open_stage(args, train_pretrain, args.pretrain_data, tokenizer_path)
-    pretrain = replace(pretrain, most_passes=rules.most_passes(repeated, pretrain.own_data.num_tokens))
+    passes = rules.most_passes(repeated, pretrain.own_data.num_tokens, is_scattered)
+    pretrain = replace(pretrain, most_passes=passes)
     if not args.sft_data:
         return [pretrain]
     text = str(pretrain.args.data_path)

@@ -91,6 +91,13 @@ def test_a_text_that_repeats_its_names_needs_no_exercises():
         assert not exercises.are_needed(about_one) and exercises.are_needed(about_two)
 
 
+def test_the_writing_of_a_text_is_that_of_most_of_its_characters():
+    english, chinese = "The Dora sails to Wick.", "多拉号驶向北港，船长住在青石镇。"
+    assert exercises.has_spaces([english]) and exercises.has_spaces([])
+    assert not exercises.has_spaces([chinese]) and not exercises.has_spaces(["Wick", chinese])
+    assert exercises.has_spaces([chinese, english, english])
+
+
 def test_the_same_text_gives_the_same_exercises(tmp_path):
     assert written(tmp_path / "a", ENGLISH) == written(tmp_path / "b", ENGLISH)
 

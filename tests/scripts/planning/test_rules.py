@@ -26,9 +26,11 @@ def test_the_numbers_that_were_measured():
 
 def test_a_vocabulary_is_made_from_little_text_and_is_larger_if_names_are_scattered():
     """docs/dev/LOG.md, "A vocabulary for facts"."""
-    assert rules.vocabulary(2e5, 2.5, is_scattered=False) == 512
-    assert rules.vocabulary(2e5, 2.5, is_scattered=True) == 1536
-    assert rules.vocabulary(2e6, 2.5, True) is rules.vocabulary(2e5, 3.0, True) is None
+    for has_spaces, most in ((True, 4096), (False, 1536)):
+        assert rules.vocabulary(2e5, 2.5, False, has_spaces) == 512
+        assert rules.vocabulary(2e5, 2.5, True, has_spaces) == most
+        assert rules.vocabulary(2e6, 2.5, True, has_spaces) is None
+        assert rules.vocabulary(2e5, 3.0, True, has_spaces) is None
 
 
 def test_a_short_sft_has_no_larger_rate_than_a_long_one():
@@ -45,15 +47,16 @@ def test_a_warmup_is_a_small_part_of_a_run(updates):
 
 def test_passes_by_how_much_of_a_text_is_new():
     """PASSES over the new part: a text that is new throughout has PASSES, none has more than MAX_PASSES."""
-    found = [rules.most_passes(share, 1e6) for share in (0.0, 0.02, 0.5, 0.8, 0.9, 1.0)]
+    found = [rules.most_passes(share, 1e6, False) for share in (0.0, 0.02, 0.5, 0.8, 0.9, 1.0)]
     assert found == [4, 4, 8, 20, 24, 24]
 
 
 def test_little_text_that_repeats_itself_is_read_until_it_makes_enough_updates():
     """docs/dev/LOG.md: 26,000 tokens with a share of 0.49 want 48 passes or more; new text has PASSES."""
-    found = [rules.most_passes(0.49, tokens) for tokens in (500, 26_000, 70_000, 1e6)]
-    assert found == [96, 56, 21, 7]
-    assert rules.most_passes(0.39, 500) == 6 and rules.most_passes(0.02, 500) == 4
+    for is_scattered, passes in ((False, [96, 56, 21, 7]), (True, [96, 96, 41, 7])):
+        found = [rules.most_passes(0.49, tokens, is_scattered) for tokens in (500, 26_000, 70_000, 1e6)]
+        assert found == passes
+    assert rules.most_passes(0.39, 500, False) == 6 and rules.most_passes(0.02, 500, False) == 4
     assert [rules.dropout(passes) for passes in (0.5, 4, 5, 24, 25)] == [0, 0, 0.1, 0.1, 0.2]
 
 
