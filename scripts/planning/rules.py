@@ -104,12 +104,10 @@ def warmup(updates: int) -> int:
     return max(1, min(100, updates // 20))
 
 
-def vocabulary(
-    text_bytes: float, bytes_per_token: float, is_scattered: bool, has_spaces: bool
-) -> int | None:
+def vocabulary(text_bytes: float, bytes_per_token: float, is_scattered: bool, has_spaces: bool) -> int | None:
     """The most tokens of a new vocabulary for a small text that the shipped one splits into short tokens;
-    None: use the shipped one. On a small text most rows of the shipped vocabulary would hardly be trained, but
-    cost as much as the others.
+    None: use the shipped one. On a small text most rows of the shipped vocabulary would hardly be trained,
+    but cost as much as the others.
 
     is_scattered: whether the text repeats itself, but mentions a name once in each place. Then a larger
     vocabulary is better, because a small model learns more facts if names have fewer tokens (docs/dev/LOG.md,

@@ -14,11 +14,12 @@ facts have none: their answers differ. Measurements: docs/dev/LOG.md, "Variants 
 Questions with an unknown word:
 
     Where is the Dora at home?    The Dora is in Wick.
-    Where elt the Dora at home?   The Dora is in Wick.
+    where elt the dora at home?   The Dora is in Wick.
 
 People ask in words that neither the text nor the conversations have. A vocabulary made from little text
 spells them in tokens that were never trained, and a small model answers with pieces of them. Here made-up
-words replace words that the answer lacks. Measurements: docs/dev/LOG.md, "A vocabulary for facts".
+words replace words that the answer lacks, and half of the questions are in lower case. Measurements:
+docs/dev/LOG.md, "A vocabulary for facts" and "Scattered facts: whole words and more passes".
 
 Writing without spaces has no variants: in Chinese, both kinds made answers worse.
 """
@@ -36,6 +37,7 @@ from scripts.planning.exercises import SPACED, made_up, replaced
 FILE = "exercise_conversations.jsonl"
 VARIANTS = 2  # of a turn whose answer repeats a word
 MOST_UNKNOWN = 2  # words of a question
+LOWER_SHARE = 0.5  # of the questions with an unknown word
 NEEDED_SHARE = 0.2  # of the turns, from which on variants are written
 GAP = "\0"  # stands for the word
 
@@ -104,13 +106,15 @@ def variants(turns: Sequence[Turn]) -> Iterator[Turn]:
 
 def with_unknown_words(turns: Sequence[Turn]) -> Iterator[Turn]:
     """Each turn with up to MOST_UNKNOWN words of the question, which the answer lacks, replaced by made-up
-    ones."""
+    ones. LOWER_SHARE of the questions are in lower case."""
     rng, words = random.Random(0), spaced_words(turns)
     for question, answer in turns:
         known = {word.casefold() for word in SPACED.findall(answer)}
         others = [word for word in dict.fromkeys(SPACED.findall(question)) if word.casefold() not in known]
         for word in rng.sample(others, min(len(others), rng.randint(1, MOST_UNKNOWN))):
             question = replaced(question, word, made_up(word, words, rng))
+        if rng.random() < LOWER_SHARE:
+            question = question.lower()
         if others and answer:
             yield question, answer
 
