@@ -24,7 +24,7 @@ def flags(corpus, folder, stage, **extra) -> list[str]:
     settings |= {"checkpoint_dir": folder / "checkpoints", "hidden_size": 32, "num_hidden_layers": 1}
     settings |= {"max_seq_len": 64, "batch_size": 8, "accumulation_steps": 1, "epochs": 2}
     settings |= {"learning_rate": 1e-2, "dtype": "float32", "log_interval": 1, "save_interval": 3}
-    settings |= {"eval_interval": 4, "sample_prompts": "none"}
+    settings |= {"eval_interval": 0, "sample_prompts": "none"}
     settings |= {"from_weight": "none"} if stage == "pretrain" else {}
     return [part for key, value in (settings | extra).items() for part in (f"--{key}", str(value))]
 

@@ -26,7 +26,8 @@ def test_file_and_command_line_in_a_stage_script(corpus, tmp_path):
     argvs = {}
     for name in ("whole", "killed"):
         (tmp_path / f"{name}.yaml").write_text(RUN.replace("FOLDER", str(tmp_path / name / "curves")))
-        argv = flags(corpus, tmp_path / name, "pretrain", batch_size=8, log_file=tmp_path / name / "run.log")
+        settings = {"batch_size": 8, "eval_interval": 4, "log_file": tmp_path / name / "run.log"}
+        argv = flags(corpus, tmp_path / name, "pretrain", **settings)
         at = argv.index("--epochs")
         del argv[at : at + 2]  # the file says it
         argvs[name] = [*argv, "--config", str(tmp_path / f"{name}.yaml"), "--from_resume", "1"]
@@ -89,7 +90,7 @@ def test_patience_without_held_out_data_is_refused(corpus, tmp_path):
 
 def test_a_metric_that_no_validation_gives_is_told_before_the_first_update(corpus, tmp_path):
     """Also at a resume, where another one may be named: the weights are the same, the best are chosen anew."""
-    settings = {"epochs": 2, "from_resume": 1}
+    settings = {"epochs": 2, "eval_interval": 4, "from_resume": 1}
     whole, killed = (flags(corpus, tmp_path / name, "pretrain", **settings) for name in ("whole", "killed"))
     run("pretrain", whole)
     (line,) = run("pretrain", [*killed, "--monitor", "eval_los"], status=2).error_lines

@@ -23,7 +23,7 @@ def wait_for_records(path, count: int, alive) -> None:
         time.sleep(0.01)
 
 
-SETTINGS = {"epochs": 2, "accumulation_steps": 2, "batch_size": 4, "dropout": 0.1}
+SETTINGS = {"epochs": 2, "accumulation_steps": 2, "batch_size": 4, "dropout": 0.1, "eval_interval": 4}
 
 
 @pytest.fixture(scope="module")

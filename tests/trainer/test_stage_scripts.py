@@ -17,8 +17,9 @@ PRETRAIN, SFT = ROOT / "trainer" / "train_pretrain.py", ROOT / "trainer" / "trai
 
 
 def test_pretrain_then_sft_on_two_ranks(corpus, tmp_path):
-    assert "done: 16 updates" in run(str(PRETRAIN), flags(corpus, tmp_path, "pretrain", use_moe=1)).out
-    run(str(SFT), flags(corpus, tmp_path, "sft", use_moe=1, batch_size=4), ranks=2)
+    settings = {"use_moe": 1, "eval_interval": 4}
+    assert "done: 16 updates" in run(str(PRETRAIN), flags(corpus, tmp_path, "pretrain", **settings)).out
+    run(str(SFT), flags(corpus, tmp_path, "sft", **settings, batch_size=4), ranks=2)
     for stage in ("pretrain", "full_sft"):
         for path in (f"out/{stage}_32_moe.pth", f"out/{stage}_best_32_moe.pth"):
             weights = torch.load(tmp_path / path, weights_only=True)

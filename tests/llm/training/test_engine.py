@@ -132,7 +132,7 @@ def test_a_sharded_run_resumes_from_a_numbered_state(tmp_path):
 
 def test_from_the_engine_to_a_script_and_back(corpus, tmp_path):
     """A script without early stopping says so; other settings are refused, but for the metric."""
-    argv = flags(corpus, tmp_path, "pretrain", num_hidden_layers=1, from_resume=1)
+    argv = flags(corpus, tmp_path, "pretrain", eval_interval=4, from_resume=1)
     typed = ["--task", "pretrain", *argv]
     run("engine", [*typed, "--patience", "9"], Faults(signals={5: signal.SIGTERM}), status=143)
     assert saved_state(tmp_path)["callbacks"]["EarlyStopping"]["best"] > 0

@@ -30,7 +30,7 @@ calls = count(1)
 train_state.session_seconds = lambda: next(calls)
 """
 STAGES = {"pretrain": "train_pretrain", "sft": "train_full_sft"}
-SHAPE = {"dropout": 0.1, "epochs": 1, "save_interval": 3, "from_resume": 1}
+SHAPE = {"dropout": 0.1, "epochs": 1, "save_interval": 3, "eval_interval": 4, "from_resume": 1}
 
 
 def write_plan(corpus, folder: Path) -> Path:

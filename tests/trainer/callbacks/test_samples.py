@@ -144,7 +144,7 @@ def test_a_run_with_samples_is_the_run_without_also_when_it_is_killed(corpus, tm
     samples."""
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\ufeffthe red fox\n\n山水\n", "utf-8")
-    settings = {"epochs": 1, "dropout": 0.1, "use_moe": 1, "sample_prompts": prompts}
+    settings = {"epochs": 1, "eval_interval": 4, "dropout": 0.1, "use_moe": 1, "sample_prompts": prompts}
     run("pretrain", flags(corpus, tmp_path / "none", "pretrain", **settings | {"sample_prompts": "none"}))
     done = run("pretrain", flags(corpus, tmp_path / "with", "pretrain", **settings))
     assert_same_run(tmp_path / "none", tmp_path / "with", "pretrain_32_moe")
