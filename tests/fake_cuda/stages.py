@@ -1,8 +1,8 @@
 """An update of each stage, with the rollout of those that have one, on fake CUDA tensors: they have shapes,
 dtypes and devices, but no numbers.
 
-Run with fake_cuda.cpp's library preloaded, it prints a JSON object. Without `--slow` the cases of SLOW are left out. It holds
-for each of CASES what made the host wait for the device in the rollout, in the update and in the judging of held-out prompts, the devices of the tensors that met in operators, the names of the operators,
+Run with fake_cuda.cpp's library preloaded, it prints a JSON object. Without `--slow` the cases of SLOW are left out,
+and nothing is compiled. It holds for each of CASES what made the host wait for the device in the rollout, in the update and in the judging of held-out prompts, the devices of the tensors that met in operators, the names of the operators,
 the lengths of the answers, and how many graphs there are after each of some updates of a compiled model.
 """
 
@@ -65,7 +65,6 @@ CASES: dict[str, tuple[Any, dict[str, Any], tuple[int, int], torch.device]] = {
 # backends that write no kernels; the first one also traces the backward pass, which takes as long again
 COMPILED = {"sft": "aot_eager", "dpo": "eager"}
 SLOW = ("ppo",)  # one more combination: "grpo" has the same GPU, "ppo on an old GPU" the same stage
-SLOW_TO_COMPILE = ("sft",)
 
 
 class Recorder(TorchDispatchMode):
@@ -243,7 +242,7 @@ if __name__ == "__main__":
             continue
         try:
             found[name] = run(*case, tokenizer)
-            if name in COMPILED and (slow or name not in SLOW_TO_COMPILE):
+            if name in COMPILED and slow:
                 as_they_are = partialmethod(compile_in_place, backend=COMPILED[name])
                 torch.nn.Module.compile = as_they_are  # type: ignore[method-assign, assignment]
                 stage, flags, _, device = case

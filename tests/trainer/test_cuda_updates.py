@@ -87,8 +87,8 @@ def test_attention_is_one_kernel(found):
     assert without == {case for case, result in found.items() if CUTLASS in result["operators"]}
 
 
-# the update of a plain model is compiled by test_compile.py, without fake CUDA tensors
-@pytest.mark.parametrize("case", [pytest.param("sft", marks=slow), "dpo"])
+@slow  # an update is compiled by test_compile.py, without fake CUDA tensors
+@pytest.mark.parametrize("case", ["sft", "dpo"])
 def test_a_compiled_model_is_one_graph(found, case):
     """For batches of all sizes, pairs that begin alike, and more targets than the head computes at once."""
     assert found[case]["graphs"] == [1, 1, 1]
