@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -234,12 +235,12 @@ def code_of_run(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"revision": code_version(), "sources": sources, "optimizer": optimizer_settings(optimizer)}
 
 
-def source_files() -> dict[str, Path]:
-    """The Python files of the folders that a run executes, of its script, and of all other loaded modules
+def source_files(modules: Mapping[str, Any] = sys.modules) -> dict[str, Path]:
+    """The Python files of the folders that a run executes, of its script, and of all other loaded `modules`
     that are not installed: the user's own, in any folder. Each file has a name that does not change when the
     folders are moved: its path in the repository, or the name of the module."""
     loaded = {}
-    for name, module in list(sys.modules.items()):
+    for name, module in list(modules.items()):
         path = str(getattr(module, "__file__", None) or "")
         if not path.endswith(".py") or is_installed(path):
             continue
