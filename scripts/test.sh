@@ -10,6 +10,6 @@ ruff check .
 ruff format --check .
 pyrefly check
 # What asks whether the CPU has bfloat16 arithmetic, once more as on one that lacks it: these x86 instruction sets only.
-[ $# != 0 ] || ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 python -m pytest -n 2 --dist worksteal \
+[ $# != 0 ] || ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 python -m pytest \
     tests/trainer/{devices/test_device,optim/test_build}.py -k "bfloat16 or muon"
 python -m pytest -n 2 --dist worksteal "$@"

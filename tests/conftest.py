@@ -15,11 +15,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import settings
-
-from tests.stage_process import QUICK_RATE
-from trainer.report import speed
 
 ROOT = Path(__file__).resolve().parents[1]
 WORDS = ["the", "a", "red", "blue", "fox", "river", "stone", "walks", "sees", "under", "and"]
@@ -31,8 +27,6 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # a failure prints how to repeat it
 settings.register_profile("repeatable", max_examples=40, print_blob=True, deadline=None)
 settings.load_profile("repeatable")
-torch.set_num_threads(1)
-exec(QUICK_RATE, vars(speed))
 os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # with PYTHONDONTWRITEBYTECODE each process would compile all modules again, 7 s in one that collects the tests
@@ -53,6 +47,18 @@ def without_first_line_breaks(text: str) -> str:
 def write_jsonl(path: Path, records: list[dict]) -> Path:
     path.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records), encoding="utf-8")
     return path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Torch computes in one thread. It is loaded here and not above, as xdist's own process needs no torch."""
+    import torch
+
+    from tests.stage_process import QUICK_RATE
+    from trainer.report import speed
+
+    torch.set_num_threads(1)
+    exec(QUICK_RATE, vars(speed))
 
 
 @pytest.fixture(scope="session", autouse=True)
