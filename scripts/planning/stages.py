@@ -61,6 +61,7 @@ class Stage:
     cost: Cost = field(default_factory=Cost)
     peak: float = 0.0  # measured bytes of an update on a GPU
     added: int = 0  # tokens of an epoch that the plan has written beside the data
+    is_scattered: bool = False  # whether its text repeats itself, but mentions a name once in each place
     goes_on: bool = False  # whether it trains a given model (--from_weight), whose shape is given, too
 
     @property
@@ -206,14 +207,14 @@ def open_stages(args: argparse.Namespace) -> list[Stage]:
             )
             pretrain = open_stage(args, train_pretrain, args.pretrain_data, tokenizer_path)
     passes = rules.most_passes(repeated, pretrain.own_data.num_tokens, is_scattered)
-    pretrain = replace(pretrain, most_passes=passes)
+    pretrain = replace(pretrain, most_passes=passes, is_scattered=is_scattered)
     if not args.sft_data:
         return [pretrain]
     text = str(pretrain.args.data_path)
     sft = open_sft(args, tokenizer_path, f"{text},{earlier}" if earlier else text)
     # what is added would take the place of the earlier texts, which such a model needs more
     if pretrain.repeats_itself and sft.has_few_conversations and not earlier:
-        return with_texts_of_the_plan(args, pretrain, sft, is_scattered)
+        return with_texts_of_the_plan(args, pretrain, sft)
     return [pretrain, sft]
 
 
@@ -237,24 +238,24 @@ def find_earlier_texts(args: argparse.Namespace) -> str | None:
     return path if found and split_data_path(path) == found else None
 
 
-def with_texts_of_the_plan(
-    args: argparse.Namespace, pretrain: Stage, sft: Stage, is_scattered: bool
-) -> list[Stage]:
+def with_texts_of_the_plan(args: argparse.Namespace, pretrain: Stage, sft: Stage) -> list[Stage]:
     """Both stages with texts that the plan writes: exercises in copying where they are needed, else
     conversations in pretraining, and variants of the conversations in SFT. Pretraining reads other exercises
-    in each pass, SFT those of one pass. is_scattered: whether the text mentions a name once in each place."""
+    in each pass, SFT those of one pass."""
     text, conversations = str(pretrain.args.data_path), str(sft.args.data_path)
     trained, replayed, data = Split(sft.args.eval_share), text, conversations
     found = list(read_conversations(conversations, trained))
     turns = [turn for _, chat in found for turn in turns_of(chat) if turn[1]]
-    are_needed = is_scattered or variants.are_needed(turns)
+    are_needed = pretrain.is_scattered or variants.are_needed(turns)
     if are_needed and (paths := write_exercises(args, pretrain)):
         replayed = f"{text},{paths[0]}"
         pretrain = with_texts_beside(args, pretrain, ",".join(paths), exercises.SHARE)
     elif early_path := write_early(args, pretrain, [record for record, _ in found]):
         pretrain = with_texts_beside(args, pretrain, early_path, early.RATIO)
     path = f"{args.save_dir}/{variants.FILE}"
-    if can_be_added(path, data) and variants.write_variants(turns, Path(path), trained.share, is_scattered):
+    if can_be_added(path, data) and variants.write_variants(
+        turns, Path(path), trained.share, pretrain.is_scattered
+    ):
         data = f"{conversations},{path}"
         say(f"variants of conversations: {path}; made-up words stand for words that the model does not know")
     if (replayed, data) == (text, conversations):
@@ -283,7 +284,7 @@ def with_texts_beside(args: argparse.Namespace, pretrain: Stage, path: str, rati
     text = str(pretrain.args.data_path)
     longer = open_stage(args, train_pretrain, text, pretrain.args.tokenizer_path, **more)
     added = round(longer.data.mean_tokens * len(longer.data)) - longer.own_data.num_tokens
-    return replace(longer, most_passes=pretrain.most_passes, added=added)
+    return replace(pretrain, args=longer.args, data=longer.data, held_out=longer.held_out, added=added)
 
 
 def open_sft(args: argparse.Namespace, tokenizer_path: str, text: str | None = None) -> Stage:
