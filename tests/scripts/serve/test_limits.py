@@ -462,7 +462,7 @@ def test_waiting_requests_are_bounded_in_all_and_of_a_client():
 
 def test_too_many_waiting_requests_get_a_429(server, monkeypatch):
     monkeypatch.setattr(decoding, "MAX_WAITING", 2)
-    server.script.says["long"], server.script.pause = "word " * 60, 0.02
+    server.script.says["long"], server.script.pause = "word " * 20, 0.02
     with ThreadPoolExecutor(5) as pool:
         answers = [pool.submit(post, server, {"messages": user("long")}) for _ in range(5)]
         wait_for(lambda: len(server.decoding.unfinished) == 5)

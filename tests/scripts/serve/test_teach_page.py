@@ -22,7 +22,6 @@ from tests.scripts.serve.test_teaching import MODEL, NAME, add_model, kept_corre
 from tests.scripts.serve.test_train_page import (
     BODY,
     NOT_ENGLISH,
-    OFTEN,
     PRIMARY,
     WIDTHS,
     check_everywhere,
@@ -39,12 +38,9 @@ SIDEWAYS = """return [...document.querySelectorAll('#corrections, #corrections *
 
 
 @pytest.fixture(autouse=True)
-def stand_ins(page, monkeypatch) -> Iterator[None]:
+def stand_ins(monkeypatch) -> None:
     monkeypatch.setattr(teaching, "TEACH", Path(teachings.__file__))
     monkeypatch.setattr(training, "PLAN", Path(trainings.__file__))
-    added = page.devtools("Page.addScriptToEvaluateOnNewDocument", source=OFTEN)
-    yield
-    page.devtools("Page.removeScriptToEvaluateOnNewDocument", **added)
 
 
 @pytest.fixture

@@ -52,19 +52,6 @@ SHOWN = "#train-card, dialog[open]"  # the last one that is there
 WIDTHS = (320, 1280)  # on either side of the only width at which the stylesheet changes
 
 
-# the page looks at the server every two seconds: here so often that a look takes a small part of the time
-OFTEN = (
-    "const later = window.setTimeout; window.setTimeout = (run, ms) => later(run, ms === 2000 ? 200 : ms);"
-)
-
-
-@pytest.fixture(autouse=True)
-def often(page) -> Iterator[None]:
-    added = page.devtools("Page.addScriptToEvaluateOnNewDocument", source=OFTEN)
-    yield
-    page.devtools("Page.removeScriptToEvaluateOnNewDocument", **added)
-
-
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch):
     monkeypatch.setattr(training, "PLAN", Path(trainings.__file__))
@@ -589,7 +576,7 @@ def test_the_key_is_in_no_address_and_comes_to_a_new_tab_and_after_a_restart(pag
 
 def test_an_upload_grows_is_cancelled_and_cut(card, client, tmp_path):
     card.devtools("Network.enable")
-    slow = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": 400_000}
+    slow = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": 800_000}
     card.devtools("Network.emulateNetworkConditions", offline=False, **slow)
     try:
         give(card, tmp_path, a_txt=TEXT * 5000)
