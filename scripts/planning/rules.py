@@ -37,8 +37,9 @@ def most_passes(repeated: float, tokens: float, is_scattered: bool) -> int:
     """The most passes over a text. tokens: its length. repeated: the share of it that also occurs in the rest
     of the text. The new part of a text bears PASSES passes, so a text that states each fact several times can
     be read more often without overfitting. A short text of this kind is read until it makes TEXT_UPDATES
-    updates, or SCATTERED_UPDATES (docs/dev/LOG.md, "Passes over text that repeats itself" and "Scattered
-    facts: whole words and more passes"). is_scattered: as in `vocabulary`."""
+    updates, or SCATTERED_UPDATES, each as large as in a run of one pass (docs/dev/LOG.md, "Passes over text
+    that repeats itself" and "Scattered facts: whole words and more passes").
+    is_scattered: as in `vocabulary`."""
     passes = min(MAX_PASSES, int(PASSES / max(1 - repeated, PASSES / MAX_PASSES)))
     if repeated < REPEATED_SHARE:
         return passes

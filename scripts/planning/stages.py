@@ -214,7 +214,7 @@ def open_stages(args: argparse.Namespace) -> list[Stage]:
     sft = open_sft(args, tokenizer_path, f"{text},{earlier}" if earlier else text)
     # what is added would take the place of the earlier texts, which such a model needs more
     if pretrain.repeats_itself and sft.has_few_conversations and not earlier:
-        return with_texts_of_the_plan(args, pretrain, sft)
+        return with_texts_of_the_plan(args, pretrain, sft, texts)
     return [pretrain, sft]
 
 
@@ -238,24 +238,25 @@ def find_earlier_texts(args: argparse.Namespace) -> str | None:
     return path if found and split_data_path(path) == found else None
 
 
-def with_texts_of_the_plan(args: argparse.Namespace, pretrain: Stage, sft: Stage) -> list[Stage]:
+def with_texts_of_the_plan(
+    args: argparse.Namespace, pretrain: Stage, sft: Stage, texts: list[str]
+) -> list[Stage]:
     """Both stages with texts that the plan writes: exercises in copying where they are needed, else
     conversations in pretraining, and variants of the conversations in SFT. Pretraining reads other exercises
-    in each pass, SFT those of one pass."""
+    in each pass, SFT those of one pass. texts: `trained_texts` of pretraining."""
     text, conversations = str(pretrain.args.data_path), str(sft.args.data_path)
     trained, replayed, data = Split(sft.args.eval_share), text, conversations
     found = list(read_conversations(conversations, trained))
     turns = [turn for _, chat in found for turn in turns_of(chat) if turn[1]]
-    are_needed = pretrain.is_scattered or variants.are_needed(turns)
-    if are_needed and (paths := write_exercises(args, pretrain)):
+    is_scattered = pretrain.is_scattered
+    are_needed = is_scattered or variants.are_needed(turns)
+    if are_needed and (paths := write_exercises(args, pretrain, texts)):
         replayed = f"{text},{paths[0]}"
         pretrain = with_texts_beside(args, pretrain, ",".join(paths), exercises.SHARE)
     elif early_path := write_early(args, pretrain, [record for record, _ in found]):
         pretrain = with_texts_beside(args, pretrain, early_path, early.RATIO)
     path = f"{args.save_dir}/{variants.FILE}"
-    if can_be_added(path, data) and variants.write_variants(
-        turns, Path(path), trained.share, pretrain.is_scattered
-    ):
+    if can_be_added(path, data) and variants.write_variants(turns, Path(path), trained.share, is_scattered):
         data = f"{conversations},{path}"
         say(f"variants of conversations: {path}; made-up words stand for words that the model does not know")
     if (replayed, data) == (text, conversations):
@@ -355,14 +356,13 @@ def train_own_tokenizer(args: argparse.Namespace, size: int) -> str:
     return folder
 
 
-def write_exercises(args: argparse.Namespace, pretrain: Stage) -> list[str]:
-    """Write exercises in copying into the folder of the plan. Returns the path of those of one pass and the
-    path of those of all others; none if there are no exercises."""
+def write_exercises(args: argparse.Namespace, pretrain: Stage, texts: list[str]) -> list[str]:
+    """Write exercises in copying from these texts into the folder of the plan. Returns the path of those of
+    one pass and the path of those of all others; none if there are no exercises."""
     text, trained = str(pretrain.args.data_path), Split(pretrain.args.eval_share)
     paths = [f"{args.save_dir}/{name}" for name in exercises.FILES]
     if not can_be_added(paths[0], text):
         return []
-    texts = trained_texts(args, pretrain)
     if not exercises.write_exercises(texts, paths, trained.share, pretrain.most_passes):
         return []
     text = "these documents teach the model to repeat a word of the question in its answer"
